@@ -1,0 +1,311 @@
+"""Defaults < recipe file < flags, checked once, into nested frozen dataclasses.
+
+    config = load_config(["configs/quickstart.toml", "--norm", "rmsnorm"])
+
+A recipe is TOML with a table per dataclass below: [model], [data], [optim], [run]. Every field is also a
+flag (`--n-layer`). A mistake in either raises ConfigError, whose message is one sentence that names the
+place, what is wrong and what is allowed.
+"""
+
+import contextlib
+import dataclasses
+import difflib
+import io
+import itertools
+import math
+import re
+import sys
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+from pydantic import ConfigDict, ValidationError
+from pydantic.dataclasses import dataclass
+
+from data import DataConfig
+from model import ModelConfig
+
+STRICT = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
+
+
+class ConfigError(ValueError):
+    """A user's mistake in a file or a flag, in one sentence."""
+
+
+def require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+@dataclass(frozen=True, config=STRICT)
+class OptimConfig:
+    """What one optimizer step does, and how many there are."""
+
+    max_iters: int = 600_000
+    """Optimizer steps of the whole run."""
+    batch_size: int = 12
+    """Sequences per optimizer step, over all processes."""
+    micro_batch_size: int | None = None
+    """Sequences one process runs at once; the rest is accumulated. All of its share if not given."""
+    optimizer: Literal["adamw"] = "adamw"
+    """adamw decays matrices only."""
+    lr: float = 6e-4
+    """Peak learning rate."""
+    min_lr: float = 6e-5
+    """Learning rate at the end."""
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    """After the warm-up: half a cosine, flat with a linear decay over the last fifth (wsd), or flat."""
+    warmup_iters: int = 100
+    """Steps of linear warm-up."""
+    weight_decay: float = 0.1
+    """Decoupled decay of matrices; norms, biases and positions have none."""
+    beta1: float = 0.9
+    """Adam's decay of the mean."""
+    beta2: float = 0.95
+    """Adam's decay of the mean square."""
+    grad_clip: float = 1.0
+    """Largest global gradient norm; 0 does not clip."""
+
+    def __post_init__(self):
+        for name in ("max_iters", "batch_size", "micro_batch_size"):
+            value = getattr(self, name)
+            require(value is None or value >= 1, f"{name} is {value}; it must be at least 1")
+        for name in ("lr", "min_lr", "weight_decay", "grad_clip", "warmup_iters"):
+            value = getattr(self, name)
+            require(0 <= value < math.inf, f"{name} is {value}; it must be a number not below 0")
+        for name in ("beta1", "beta2"):
+            value = getattr(self, name)
+            require(0 <= value < 1, f"{name} is {value}; it must be at least 0 and below 1")
+        require(
+            self.warmup_iters < self.max_iters or self.warmup_iters == 0,
+            f"warmup_iters {self.warmup_iters} is not shorter than max_iters {self.max_iters}; "
+            f"try {self.max_iters // 10}",
+        )
+        require(self.min_lr <= self.lr, f"min_lr {self.min_lr} is above lr {self.lr}")
+
+
+@dataclass(frozen=True, config=STRICT)
+class RunConfig:
+    """Where a run executes, what it leaves behind, and how often."""
+
+    out_dir: str = "out"
+    """Folder of all runs."""
+    run_name: str = ""
+    """Folder of this run under out_dir; the recipe's name if not given, and "auto" numbers it if taken."""
+    seed: int = 1337
+    """Fixes the initialization, the order of the data and dropout."""
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    """auto takes cuda, else mps, else cpu."""
+    compile: bool = False
+    """torch.compile the model."""
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+    """How several processes (torchrun) share the work: a copy each, or sharded parameters."""
+    log_interval: int = 10
+    """Steps between rows of metrics."""
+    eval_interval: int = 250
+    """Steps between evaluations; the last step is always evaluated."""
+    eval_tokens: int = 100_000
+    """Validation tokens, in fixed windows."""
+    checkpoint_interval: int = 1000
+    """Steps between checkpoints; one more at the end and at every best validation loss."""
+    wandb: Literal["offline", "online", "disabled"] = "offline"
+    """offline writes OUT/wandb without an account; look with `wandb leet`, upload with `wandb sync`."""
+    wandb_project: str = "nanonorm"
+    """Project in wandb."""
+
+    def __post_init__(self):
+        for name in ("log_interval", "eval_interval", "eval_tokens", "checkpoint_interval"):
+            value = getattr(self, name)
+            require(value >= 1, f"{name} is {value}; it must be at least 1")
+        require(0 <= self.seed < 2**63, f"seed is {self.seed}; it must be from 0 to 2^63 - 1")
+        require(
+            re.fullmatch(r"[\w.+=-]*", self.run_name) is not None and self.run_name not in (".", ".."),
+            f"run_name {self.run_name!r} must be a plain folder name (letters, digits and . _ + = -)",
+        )
+
+
+@dataclass(frozen=True, config=STRICT)
+class StartConfig:
+    """How a run begins. These are flags of one launch and are not part of the saved configuration."""
+
+    resume: bool = False
+    """Go on from the newest checkpoint of this run."""
+    overwrite: bool = False
+    """Delete what the run's folder holds and begin anew."""
+    init_from: str = ""
+    """A run, checkpoint or converted model whose weights the new run starts from."""
+
+    def __post_init__(self):
+        chosen = [name for name in ("resume", "overwrite", "init_from") if getattr(self, name)]
+        clash = "resume" in chosen and len(chosen) > 1
+        require(not clash, f"{' and '.join('--' + c.replace('_', '-') for c in chosen)} exclude each other")
+
+
+@dataclass(frozen=True, config=STRICT)
+class Config:
+    """One training run."""
+
+    model: ModelConfig = ModelConfig(vocab_size=0)
+    data: DataConfig = DataConfig()
+    optim: OptimConfig = OptimConfig()
+    run: RunConfig = RunConfig()
+    start: StartConfig = StartConfig()
+
+
+SECTIONS = {f.name: f.type for f in dataclasses.fields(Config)}
+OWNER = {f.name: section for section, cls in SECTIONS.items() for f in dataclasses.fields(cls)}
+
+
+def load_config(argv: Sequence[str], prog: str = "train.py") -> Config:
+    """The configuration that a command line asks for. Raises ConfigError; `--help` exits with 0."""
+    paths = [a for a in argv if a.endswith(".toml") and not a.startswith("-")]
+    if len(paths) > 1:
+        raise ConfigError(f"{len(paths)} recipe files are named ({', '.join(paths)}); one is allowed")
+    base = read_recipe(Path(paths[0])) if paths else Config()
+    flags = parse_flags([a for a in argv if a not in paths], base, prog)
+    config = validate(flags, "on the command line")
+    if paths and not config.run.run_name:
+        config = replace(config, "run", run_name=Path(paths[0]).stem)
+    return config if config.run.run_name else replace(config, "run", run_name="run")
+
+
+def replace(config: Config, section: str, **changes: Any) -> Config:
+    """A copy of the configuration with some fields of one section changed, checked again."""
+    changed = dataclasses.replace(getattr(config, section), **changes)
+    return dataclasses.replace(config, **{section: changed})
+
+
+def read_recipe(path: Path) -> Config:
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        known = sorted(str(p) for p in Path("configs").glob("*.toml"))
+        raise ConfigError(f"{path} does not exist{nearest(str(path), known)}") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as e:
+        raise ConfigError(f"{path} cannot be read: {e}") from None
+    for key in table.keys() & OWNER.keys():
+        raise ConfigError(f"{path}: {key} stands outside a table; put it under [{OWNER[key]}]")
+    return validate(table, str(path))
+
+
+def validate(table: dict, place: str) -> Config:
+    """The configuration that the tables describe, on top of the defaults."""
+    unknown = [key for key in table if key not in SECTIONS]
+    if unknown:
+        hint = nearest(unknown[0], SECTIONS)
+        raise ConfigError(f"{place}: unknown table [{unknown[0]}]{hint}; the tables are {', '.join(SECTIONS)}")
+    sections = {}
+    for name, cls in SECTIONS.items():
+        values = table.get(name, {})
+        if not isinstance(values, dict):
+            raise ConfigError(f"{place}: {name} is {values!r}, but it is a table, written [{name}]")
+        try:
+            sections[name] = cls(**({"vocab_size": 0} if name == "model" else {}) | values)
+        except ValidationError as e:
+            raise ConfigError(f"{place}: " + "; ".join(explain(err, name) for err in e.errors())) from None
+    return Config(**sections)
+
+
+def explain(error: dict, section: str) -> str:
+    """One of pydantic's errors as a clause that names the field, the fault and what is allowed."""
+    if error["type"] == "value_error":
+        return error["msg"].removeprefix("Value error, ")
+    name = str(error["loc"][0])
+    if error["type"] == "unexpected_keyword_argument":
+        if name in OWNER:
+            return f"{name} belongs under [{OWNER[name]}], not [{section}]"
+        return f"unknown key {name}{nearest(name, OWNER)}"
+    message = error["msg"][0].lower() + error["msg"][1:]
+    hint = nearest(str(error["input"]), re.findall(r"'(.*?)'", error.get("ctx", {}).get("expected", "")))
+    return f"{name} is {error['input']!r}, but {message}{hint}"
+
+
+def nearest(word: str, known) -> str:
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def parse_flags(argv: Sequence[str], base: Config, prog: str) -> dict:
+    """The flags over `base`, as a nested dictionary that is still to be validated."""
+    flags = tyro.conf.OmitArgPrefixes[unchecked(Config, base)]
+    return dataclasses.asdict(ask_tyro(flags, argv, f"{prog} [RECIPE.toml]", __help__))
+
+
+def command_line(cls: type, argv: Sequence[str], prog: str) -> Any:
+    """An instance of a tool's pydantic dataclass of options from its flags. Raises ConfigError."""
+    try:
+        return ask_tyro(cls, argv, prog, cls.__doc__)
+    except ValidationError as e:
+        raise ConfigError("; ".join(explain(error, "") for error in e.errors())) from None
+
+
+def ask_tyro(cls: Any, argv: Sequence[str], prog: str, description: str | None) -> Any:
+    box = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(box):
+            return tyro.cli(cls, args=list(argv), prog=prog, description=description)
+    except SystemExit as e:
+        if e.code in (0, None):
+            raise
+        raise ConfigError(unboxed(box.getvalue())) from None
+
+
+def unchecked(cls: type, values: Any) -> type:
+    """A plain twin of a pydantic dataclass for tyro to fill, so that a flag and a file are checked by one code."""
+    fields = []
+    for f in dataclasses.fields(cls):
+        value = getattr(values, f.name)
+        if dataclasses.is_dataclass(f.type):
+            twin = unchecked(f.type, value)
+            fields.append((f.name, twin, dataclasses.field(default_factory=twin)))
+        else:
+            about = tyro.conf.arg(help=cls.__pydantic_fields__[f.name].description)
+            fields.append((f.name, Annotated[f.type, about], dataclasses.field(default=value)))
+    return dataclasses.make_dataclass(cls.__name__, fields, namespace={"__doc__": cls.__doc__})
+
+
+def unboxed(text: str) -> str:
+    """The first paragraph of tyro's framed message as one sentence, with the nearest flag to an unknown one."""
+    rows = [line.strip("│ ") for line in text.splitlines() if not line.startswith(("╭", "╰"))]
+    paragraph = " ".join(itertools.takewhile(lambda row: not row.startswith("─"), rows))
+    unknown = re.match(r"Unrecognized options: (\S+?)(,|$)", paragraph)
+    if unknown and unknown[1].startswith("-"):
+        flags = ["--" + name.replace("_", "-") for name in OWNER]
+        return f"unknown flag {unknown[1]}{nearest(unknown[1], flags)}; --help lists them all"
+    if unknown:
+        return f"{unknown[1]} is neither a flag, nor a value that its flag takes, nor a recipe that ends in .toml"
+    choice = re.match(r"invalid choice '(.*?)'.*Expected one of \((.*)\)", paragraph)
+    hint = nearest(choice[1], re.findall(r"'(.*?)'", choice[2])) if choice else ""
+    return paragraph[0].lower() + paragraph[1:].rstrip(".") + hint
+
+
+__help__ = """Train a small GPT and record what its normalization does inside.
+For example: python train.py configs/quickstart.toml --norm rmsnorm --placement sandwich --qk-norm head
+Values given in RECIPE.toml are shown as defaults here."""
+
+
+def to_toml(config: Config) -> str:
+    """The configuration as TOML that `load_config` reads back; how the run was started is left out."""
+    lines = []
+    for section in SECTIONS:
+        if section != "start":
+            values = dataclasses.asdict(getattr(config, section))
+            lines += [f"[{section}]", *(f"{k} = {toml_value(v)}" for k, v in values.items() if v is not None), ""]
+    return "\n".join(lines)
+
+
+def toml_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+        return f'"{escaped}"'
+    return repr(value)
+
+
+def user_error(message: str) -> None:
+    """Tell a user's mistake in one sentence and end with the exit code that means so."""
+    print(f"error: {message}", file=sys.stderr)
+    raise SystemExit(2)

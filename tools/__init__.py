@@ -1,0 +1,1 @@
+"""What one runs beside a training run or after it, each as `python -m tools.NAME`."""

@@ -1,0 +1,108 @@
+"""Text from a trained model.
+
+    python -m tools.sample out/quickstart --prompt "def " --temperature 0.8 --top-k 50 --seed 1
+"""
+
+import sys
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+import tyro
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from configs import STRICT, ConfigError, command_line, require, user_error
+from data import DataError, load_tokenizer
+from model import GPT
+from training.checkpoint import CheckpointError, find, load_model, read_about
+from training.runtime import choose_device
+
+
+@dataclass(frozen=True, config=STRICT)
+class Options:
+    """Continue a prompt with a trained model."""
+
+    run: tyro.conf.Positional[str]
+    """A run, a checkpoint or a converted model."""
+    prompt: str = ""
+    """Text to continue; a new document if empty."""
+    tokens: int = 300
+    """How many tokens to add."""
+    samples: int = 1
+    """How many continuations."""
+    temperature: float = 0.8
+    """Divides the logits; 0 always takes the most likely token."""
+    top_k: int = 50
+    """Draw from the k most likely tokens only; 0 draws from all."""
+    seed: int = 1
+    """The same seed gives the same text."""
+    checkpoint: Literal["latest", "best"] = "latest"
+    """Which checkpoint of a run."""
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    """auto takes cuda, else mps, else cpu."""
+
+    def __post_init__(self):
+        for name in ("tokens", "samples"):
+            require(getattr(self, name) >= 1, f"--{name} is {getattr(self, name)}; it must be at least 1")
+        require(self.temperature >= 0, f"--temperature is {self.temperature}; it must not be below 0")
+        require(self.top_k >= 0, f"--top-k is {self.top_k}; it must not be below 0")
+
+
+@torch.no_grad()
+def generate(
+    model: GPT, tokens: Tensor, n_new: int, *, vocab_size: int, temperature: float, top_k: int, seed: int
+) -> Tensor:
+    """`tokens` [B, T] int64 with `n_new` more drawn for each row: [B, T + n_new].
+
+    Ids from vocab_size up, which pad the embedding, are never drawn. temperature 0 is greedy; top_k 0 draws from
+    all. The model reads its last block_size tokens.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(n_new):
+        logits = model(tokens[:, -model.config.block_size :])[0][:, -1, :vocab_size].float().cpu()
+        if temperature == 0:
+            drawn = logits.argmax(-1, keepdim=True)
+        else:
+            k = min(top_k or vocab_size, vocab_size)
+            values, ids = (logits / temperature).topk(k)
+            choice = torch.multinomial(values.softmax(-1), 1, generator=generator)
+            drawn = ids.gather(-1, choice)
+        tokens = torch.cat((tokens, drawn.to(tokens.device)), dim=1)
+    return tokens
+
+
+def first_tokens(tokenizer, prompt: str) -> list[int]:
+    """The prompt's ids; for an empty one the separator that begins a document, or a line break, or id 0."""
+    if prompt:
+        return tokenizer.encode(prompt)
+    if tokenizer.separator is not None:
+        return [tokenizer.separator]
+    try:
+        return tokenizer.encode("\n")
+    except DataError:
+        return [0]
+
+
+def sample(options: Options) -> list[str]:
+    path = find(options.run, options.checkpoint)
+    model = load_model(path).to(choose_device(options.device))
+    tokenizer = load_tokenizer(read_about(path)["tokenizer"])
+    begin = first_tokens(tokenizer, options.prompt)
+    rows = torch.tensor([begin] * options.samples, device=next(model.parameters()).device)
+    how = {"temperature": options.temperature, "top_k": options.top_k, "seed": options.seed}
+    rows = generate(model, rows, options.tokens, vocab_size=tokenizer.vocab_size, **how)
+    skip = 0 if options.prompt else len(begin)
+    return [tokenizer.decode(row[skip:].tolist()) for row in rows]
+
+
+def main(argv: Sequence[str]) -> None:
+    try:
+        texts = sample(command_line(Options, argv, "python -m tools.sample"))
+    except (ConfigError, CheckpointError, DataError) as e:
+        user_error(str(e))
+    print("\n\n---\n\n".join(texts))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,1 @@
+"""What the loop in train.py leans on."""

@@ -1,0 +1,92 @@
+"""What happens inside: the stream's RMS at every depth and the gradient norm of every part.
+
+Depths are named after the branch whose join they follow: `embed`, `layer_00.attn`, `layer_00.mlp`, ...
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from model import GPT, Norm
+from training.runtime import Runtime
+
+
+def branch_names(n_layer: int) -> list[str]:
+    return [f"layer_{i:02d}.{kind}" for i in range(n_layer) for kind in ("attn", "mlp")]
+
+
+def depth_names(n_layer: int) -> list[str]:
+    """The places where the stream is looked at, bottom to top."""
+    return ["embed", *branch_names(n_layer)]
+
+
+def part_names(n_layer: int) -> list[str]:
+    """The disjoint parts that every parameter belongs to one of."""
+    return ["embed", *branch_names(n_layer), "norms", "head"]
+
+
+def parts(model: GPT) -> Iterator[tuple[str, nn.Parameter, str]]:
+    """(name, parameter, part) of every parameter; all norms are one part, a tied head belongs to `embed`."""
+    norms = {id(p) for m in model.modules() if isinstance(m, Norm) for p in m.parameters()}
+    branches = branch_names(model.config.n_layer)
+    for name, param in model.named_parameters():
+        top, _, rest = name.partition(".")
+        if id(param) in norms:
+            part = "norms"
+        elif top == "branches":
+            part = branches[int(rest.partition(".")[0])]
+        else:
+            part = {"embed": "embed", "pos_embed": "embed", "head": "head"}[top]
+        yield name, param, part
+
+
+class Observed(nn.Module):
+    """The model as training runs it: (loss, mean square of the stream at every depth [2L + 1] or None).
+
+    The mean squares are float32 means over batch, time and features, computed inside the (compiled) forward.
+    """
+
+    def __init__(self, model: GPT):
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor, targets: Tensor, watch: bool) -> tuple[Tensor, Tensor | None]:
+        if not watch:
+            return self.model(tokens, targets)[1], None
+        squares: list[Tensor] = []
+        _, loss = self.model(tokens, targets, watch=lambda x: squares.append(mean_square(x)))
+        return loss, torch.stack(squares)
+
+
+def mean_square(x: Tensor) -> Tensor:
+    """The mean of x^2 over every axis, a scalar in float32 (float64 for float64)."""
+    x = x.detach()
+    return x.to(torch.promote_types(x.dtype, torch.float32)).square().mean()
+
+
+class GradientNorms:
+    """Squared gradient norms per parameter, in one foreach pass; sums over the shards of FSDP."""
+
+    def __init__(self, model: GPT, runtime: Runtime):
+        _, self.params, part_of = zip(*parts(model), strict=True)
+        names = part_names(model.config.n_layer)
+        self.index = torch.tensor([names.index(p) for p in part_of], device=runtime.device)
+        self.n_parts, self.runtime = len(names), runtime
+        self.sharded = any(isinstance(p, DTensor) for p in self.params)
+
+    def squares(self) -> Tensor:
+        """Squared L2 norm of every parameter's gradient, float32 [number of parameters]."""
+        norms = torch._foreach_norm([local(p.grad) for p in self.params])
+        squares = torch.stack([n.float() for n in norms]).square()
+        return self.runtime.sum(squares) if self.sharded else squares
+
+    def by_part(self, squares: Tensor) -> Tensor:
+        """L2 norms of the parts in the order of `part_names`."""
+        return torch.zeros(self.n_parts, device=squares.device).index_add_(0, self.index, squares).sqrt()
+
+
+def local(t: Tensor) -> Tensor:
+    """The shard that this process holds, or the tensor itself."""
+    return t.to_local() if isinstance(t, DTensor) else t

@@ -1,0 +1,116 @@
+"""Where a run executes: processes first, then the device, then the dtype that suits it."""
+
+import os
+import shutil
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+import kernels
+from configs import Config, ConfigError, replace
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """One process's place: its device, its rank and the number of processes."""
+
+    device: torch.device
+    rank: int = 0
+    world: int = 1
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def barrier(self) -> None:
+        if self.world > 1:
+            dist.barrier()
+
+    def mean(self, value: torch.Tensor) -> torch.Tensor:
+        """The mean over the processes, in place."""
+        return self.sum(value).div_(self.world)
+
+    def sum(self, value: torch.Tensor) -> torch.Tensor:
+        """The sum over the processes, in place."""
+        if self.world > 1:
+            dist.all_reduce(value)
+        return value
+
+    def totals(self, values: list[float]) -> list[float]:
+        """Numbers added up over the processes, in float64."""
+        if self.world == 1:
+            return values
+        return self.sum(torch.tensor(values, dtype=torch.float64, device=self.device)).tolist()
+
+
+def start(config: Config) -> tuple[Config, Runtime]:
+    """Joins the processes of torchrun, if any, and settles device, dtype and kernel. Raises ConfigError."""
+    kind = choose_device(config.run.device)
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    if kind == "cuda":
+        if local_rank >= torch.cuda.device_count():
+            raise ConfigError(
+                f"process {local_rank} of this machine has no CUDA device; "
+                f"start at most {torch.cuda.device_count()} processes here"
+            )
+        torch.cuda.set_device(local_rank)
+    device = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
+    check_division(config, world)
+    config = replace(config, "model", dtype=choose_dtype(config.model.dtype, device))
+    problem = kernels.triton_problem(device) if config.model.kernel == "triton" else None
+    if problem:
+        raise ConfigError(f"--kernel triton: {problem}")
+    if config.run.compile and kind == "cpu" and not any(map(shutil.which, ("g++", "clang++", "c++", "cl"))):
+        raise ConfigError("--compile needs a C++ compiler on the CPU, and none was found; install g++ or leave it out")
+    if world > 1:
+        dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+        return config, Runtime(device, dist.get_rank(), world)
+    return config, Runtime(device)
+
+
+def stop() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def choose_device(asked: str) -> str:
+    have = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if asked == "auto":
+        return next(kind for kind in ("cuda", "mps", "cpu") if have[kind])
+    if not have[asked]:
+        usable = ", ".join(kind for kind in have if have[kind])
+        raise ConfigError(f"device is {asked}, but torch {torch.__version__} finds none here; usable: auto, {usable}")
+    return asked
+
+
+def choose_dtype(asked: str, device: torch.device) -> str:
+    if asked != "auto":
+        return asked
+    if device.type == "cuda":
+        return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
+    return "float32"
+
+
+def check_division(config: Config, world: int) -> None:
+    """batch_size must be a whole number of micro-batches on every process; else propose what is."""
+    batch, micro = config.optim.batch_size, config.optim.micro_batch_size
+    step = world * (micro or 1)
+    if batch % step == 0:
+        return
+    several = f"{world} processes" if world > 1 else "one process"
+    share = f"{several} of micro_batch_size {micro}" if micro else several
+    near = sorted({max(batch // step, 1) * step, (batch // step + 1) * step})
+    advice = f"batch_size {' or '.join(map(str, near))} would"
+    if micro and batch % world == 0:
+        fits = [m for m in range(1, micro) if batch // world % m == 0]
+        advice += f", or micro_batch_size {max(fits)}"
+    raise ConfigError(f"batch_size {batch} does not divide among {share}; {advice}")
+
+
+def accumulation(config: Config, world: int) -> tuple[int, int]:
+    """(micro-batches per step, sequences in each) of one process."""
+    share = config.optim.batch_size // world
+    micro = config.optim.micro_batch_size or share
+    return share // micro, micro

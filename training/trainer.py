@@ -1,0 +1,184 @@
+"""One training run's moving parts: the model, its optimizer, and what one step does with a batch.
+
+The randomness of step i (its windows and its dropout) is a function of the seed and i, so there is no random
+state to save: a run that resumes at step i is the run that never stopped.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from configs import Config
+from data import EvalWindows, TrainBatches
+from data.dataset import Dataset
+from model import GPT
+from training.distributed import assign, replicate, shard, synchronized, whole
+from training.dynamics import GradientNorms, Observed, depth_names, part_names
+from training.optimizer import learning_rate, make_optimizer
+from training.runtime import Runtime, accumulation
+
+SCALE_START, SCALE_INTERVAL = 2.0**16, 2000
+
+
+@dataclass
+class LossScale:
+    """float16 gradients underflow unless the loss is scaled up (Micikevicius et al. 2018); 1 for other dtypes.
+
+    Halved at a step whose gradient is not finite, doubled after SCALE_INTERVAL good ones. Lives on the device.
+    """
+
+    scale: Tensor
+    good_steps: Tensor
+    dynamic: bool
+
+    @classmethod
+    def make(cls, dtype: str, device: torch.device) -> "LossScale":
+        dynamic = dtype == "float16"
+        start = torch.tensor(SCALE_START if dynamic else 1.0, device=device)
+        return cls(start, torch.zeros((), dtype=torch.int64, device=device), dynamic)
+
+    def update(self, bad: Tensor) -> None:
+        if self.dynamic:
+            good = torch.where(bad, 0, self.good_steps + 1)
+            grown = torch.where(good % SCALE_INTERVAL == 0, 2.0, 1.0)
+            self.scale *= torch.where(bad, 0.5, torch.where(good > 0, grown, 1.0))
+            self.good_steps.copy_(good)
+
+
+class Trainer:
+    def __init__(self, config: Config, runtime: Runtime, dataset: Dataset):
+        self.config, self.runtime = config, runtime
+        optim, self.block_size = config.optim, config.model.block_size
+        self.accumulation, self.micro_batch = accumulation(config, runtime.world)
+        self.batches = TrainBatches(
+            dataset.train, block_size=self.block_size, batch_size=optim.batch_size, seed=config.run.seed
+        )
+        self.windows = EvalWindows(dataset.val, block_size=self.block_size, max_tokens=config.run.eval_tokens)
+        torch.manual_seed(config.run.seed)
+        self.model = GPT(config.model).to(runtime.device)
+        self.module = self.wrap()
+        self.optimizer = make_optimizer(self.model, optim)
+        self.scale = LossScale.make(config.model.dtype, runtime.device)
+        self.norms = GradientNorms(self.model, runtime)
+        self.max_norm = optim.grad_clip or math.inf
+        self.diverged = torch.zeros((), dtype=torch.bool, device=runtime.device)
+
+    def wrap(self) -> torch.nn.Module:
+        fsdp = self.runtime.world > 1 and self.config.run.parallel == "fsdp"
+        if fsdp:
+            shard(self.model, self.runtime)
+        self.observed = Observed(self.model)
+        if self.config.run.compile:
+            self.observed.compile()
+        return replicate(self.observed, self.runtime) if self.runtime.world > 1 and not fsdp else self.observed
+
+    def rows(self, micro_step: int) -> range:
+        """This process's rows of the global batch in one micro-batch."""
+        first = (micro_step * self.runtime.world + self.runtime.rank) * self.micro_batch
+        return range(first, first + self.micro_batch)
+
+    def to_device(self, *tensors: Tensor) -> list[Tensor]:
+        if self.runtime.device.type == "cuda":
+            return [t.pin_memory().to(self.runtime.device, non_blocking=True) for t in tensors]
+        return [t.to(self.runtime.device) for t in tensors]
+
+    def step(self, index: int, watch: bool) -> dict[str, Tensor]:
+        """One optimizer step, the `index`-th counted from 0; the values of the first table, on the device.
+
+        A step whose loss or gradient is not finite changes nothing, and neither does any after it: `diverged`
+        is then True, and the state is the one before that step.
+        """
+        losses, squares = [], []
+        for micro_step in range(self.accumulation):
+            self.seed(index, micro_step)
+            tokens, targets = self.to_device(*self.batches.batch(index, self.rows(micro_step)))
+            with synchronized(self.module, self.model, last=micro_step == self.accumulation - 1):
+                loss, square = self.module(tokens, targets, watch)
+                (loss * (self.scale.scale / self.accumulation)).backward()
+            losses.append(loss.detach())
+            squares.append(square)
+        loss = self.runtime.mean(torch.stack(losses).mean())
+        gradient_squares = self.norms.squares() / self.scale.scale**2
+        norm = gradient_squares.sum().sqrt()
+        self.update(index, loss, norm)
+        values = {"loss": loss, "grad_norm": norm}
+        if watch:
+            values["parts"] = self.norms.by_part(gradient_squares)
+            values["residual_rms"] = self.runtime.mean(torch.stack(squares).mean(0)).sqrt()
+        return values
+
+    def update(self, index: int, loss: Tensor, norm: Tensor) -> None:
+        """Clips, unscales and applies the gradient; skipped on the device where it is not finite."""
+        bad = ~norm.isfinite()
+        self.diverged |= ~loss.isfinite() | (bad & (self.scale.scale <= 1))
+        clip = (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
+        self.optimizer.grad_scale = self.scale.scale / clip
+        self.optimizer.found_inf = (bad | self.diverged).float()
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(index, self.config.optim)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.scale.update(bad)
+
+    def seed(self, index: int, micro_step: int) -> None:
+        """Fixes the dropout of one micro-batch on one process."""
+        place = (index * self.accumulation + micro_step) * self.runtime.world + self.runtime.rank
+        torch.manual_seed(self.config.run.seed * 0x9E3779B97F4A7C15 + place & 0x7FFFFFFFFFFFFFFF)
+
+    def row(self, values: dict[str, Tensor], index: int) -> dict[str, float]:
+        """The values of `step(watch=True)` under their names in metrics.jsonl, by one transfer."""
+        n_layer = self.config.model.n_layer
+        names = ["train/loss", "train/grad_norm"]
+        names += [f"grad_norm/{part}" for part in part_names(n_layer)]
+        names += [f"residual_rms/{depth}" for depth in depth_names(n_layer)]
+        flat = torch.cat([v.reshape(-1).float() for v in values.values()]).tolist()
+        return dict(zip(names, flat, strict=True)) | {"train/lr": learning_rate(index, self.config.optim)}
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """The mean loss in nats over the fixed validation windows, which the processes share."""
+        self.observed.eval()
+        total, count, share = 0.0, 0, self.micro_batch * self.runtime.world
+        for first in range(0, len(self.windows), share):
+            start = first + self.runtime.rank * self.micro_batch
+            tokens, targets = self.eval_batch(range(start, start + self.micro_batch))
+            loss, _ = self.observed(*self.to_device(tokens, targets), False)
+            scored = int((targets != -1).sum())
+            total, count = total + (loss.item() * scored if scored else 0.0), count + scored
+        self.observed.train()
+        total, count = self.runtime.totals([total, count])
+        return total / count
+
+    def eval_batch(self, rows: range) -> tuple[Tensor, Tensor]:
+        """Validation windows, filled up to a full micro-batch with rows that no loss counts."""
+        present = range(min(rows.start, len(self.windows)), min(rows.stop, len(self.windows)))
+        tokens = torch.zeros(len(rows), self.block_size, dtype=torch.int64)
+        targets = torch.full_like(tokens, -1)
+        if present:
+            tokens[: len(present)], targets[: len(present)] = self.windows.batch(present)
+        return tokens, targets
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """(weights, optimizer and scaler) as whole CPU tensors by parameter name; a collective under FSDP."""
+        weights = {name: whole(p) for name, p in self.model.named_parameters()}
+        moments = {
+            name: {k: whole(v) for k, v in self.optimizer.state[p].items()}
+            for name, p in self.model.named_parameters()
+        }
+        scaler = {"scale": self.scale.scale.item(), "good_steps": self.scale.good_steps.item()}
+        return weights, {"optimizer": moments, "scaler": scaler}
+
+    def load(self, weights: dict[str, Tensor], trainer: dict[str, Any]) -> None:
+        """What `state` gave, on any number of processes."""
+        for name, p in self.model.named_parameters():
+            assign(p, weights[name])
+            self.optimizer.state[p] = {}
+            for key, value in trainer["optimizer"][name].items():
+                own = torch.zeros_like(p) if value.ndim else torch.zeros((), device=p.device)
+                assign(own, value)
+                self.optimizer.state[p][key] = own
+        self.scale.scale.fill_(trainer["scaler"]["scale"])
+        self.scale.good_steps.fill_(trainer["scaler"]["good_steps"])
