@@ -66,8 +66,9 @@ class TrainBatches:
     def __init__(self, tokens: Tokens, *, block_size: int, batch_size: int, seed: int):
         if len(tokens) <= block_size:
             raise DataError(
-                f"a context of {block_size:,} tokens is longer than the training data ({len(tokens):,} tokens, of "
-                f"which one is the last target); pass --block-size {max(1, len(tokens) - 1)} or less, or more text"
+                f"a context of {block_size:,} tokens is longer than the training data, which holds "
+                f"{len(tokens):,} and needs one more than the context; pass --block-size "
+                f"{max(1, len(tokens) - 1)} or less, or prepare more text"
             )
         self.tokens = tokens
         self.block_size = block_size
@@ -101,7 +102,9 @@ class TrainBatches:
         micro-batches. Returns two int64 tensors [len(rows), block_size] on the CPU; targets are the inputs
         one token later.
         """
-        window = torch.from_numpy(self.tokens.read(self.starts(step, rows), self.block_size + 1))
+        length = self.block_size + 1
+        window = torch.from_numpy(self.tokens.read(self.starts(step, rows), length))
+        self.tokens.expect(self.starts(step + 1, rows), length)
         return window[:, :-1].contiguous(), window[:, 1:].contiguous()
 
 

@@ -89,8 +89,8 @@ def prepare(
         (folder / "meta.json").write_text(json.dumps(meta, indent=2), encoding="utf-8")
         publish(folder, root / name)
     print(
-        f"{root / name}: {splits['train'].tokens:,} tokens to train on, {splits['val'].tokens:,} for validation, "
-        f"vocabulary of {encoder.vocab_size:,} ({encoder.name})"
+        f"{root / name}: {splits['train'].tokens:,} tokens to train on, {splits['val'].tokens:,} for "
+        f"validation, vocabulary of {encoder.vocab_size:,} ({encoder.name})"
     )
     return root / name
 
@@ -248,6 +248,4 @@ class TokenFile:
         return self
 
     def __exit__(self, *exception):
-        self._file.flush()
-        os.fsync(self._file.fileno())
         self._file.close()

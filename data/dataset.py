@@ -118,8 +118,9 @@ def _find(name_or_path: str, root: Path) -> Path:
             return path
     known = [path.name for path in sorted(root.glob("*/")) if any(path.glob("*.bin"))]
     raise DataError(
-        f"there is no data set {name_or_path!r} in {root}, nor a folder of that name{did_you_mean(name_or_path, known)}"
-        f" (there: {', '.join(known) or 'none'}); python -m data.prepare --help says how to make one"
+        f"there is no data set {name_or_path!r} in {root}, nor a folder of that name"
+        f"{did_you_mean(name_or_path, known)} (there: {', '.join(known) or 'none'}); "
+        "python -m data.prepare --help says how to make one"
     )
 
 
@@ -131,8 +132,8 @@ def _open_prepared(path: Path) -> Dataset:
         recorded = getattr(meta, split).tokens
         if shard.count != recorded:
             raise DataError(
-                f"{shard.path} holds {shard.count:,} tokens, but meta.json beside it records {recorded:,}: it was "
-                "cut short or replaced; prepare it again with --overwrite"
+                f"{shard.path} holds {shard.count:,} tokens, but meta.json beside it records {recorded:,}: "
+                "it was cut short or replaced; prepare it again with --overwrite"
             )
         tokens[split] = Tokens([shard])
     return Dataset(path, tokens["train"], tokens["val"], pydantic.TypeAdapter(Meta).dump_python(meta))
@@ -146,7 +147,8 @@ def read_meta(path: Path) -> Meta:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the file"
         raise DataError(
-            f"{path / 'meta.json'} is damaged ({where}: {first['msg']}); prepare the data again with --overwrite"
+            f"{path / 'meta.json'} is damaged ({where}: {first['msg']}); prepare the data again with "
+            "--overwrite"
         ) from None
     except OSError as error:
         raise DataError(f"{path / 'meta.json'} cannot be read: {error.strerror}") from error
@@ -165,6 +167,6 @@ def check_token_range(dataset: Dataset, vocab_size: int) -> None:
         for path, max_id in found:
             if max_id >= vocab_size:
                 raise DataError(
-                    f"{path} holds token id {max_id:,}, but the model's vocabulary ends at {vocab_size - 1:,}; pass "
-                    f"--vocab-size {max(max_id + 1, dataset.vocab_size or 0)} or more"
+                    f"{path} holds token id {max_id:,}, but the model's vocabulary ends at "
+                    f"{vocab_size - 1:,}; pass --vocab-size {max(max_id + 1, dataset.vocab_size or 0)} or more"
                 )

@@ -25,12 +25,7 @@ from data.errors import DataError
 
 LLMC_MAGIC, LLMC_VERSION, LLMC_HEADER_BYTES = 20240520, 1, 256 * 4
 OPEN_FILES = 64  # per Tokens; a thousand shards would exceed the usual limit of open files
-TRANSIENT = {
-    errno.EIO,
-    errno.ESTALE,
-    errno.ETIMEDOUT,
-    errno.EAGAIN,
-}  # what network disks raise and recover from
+TRANSIENT = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT}  # what network disks raise and recover from
 RETRY_SECONDS = (0.1, 1, 5)
 
 
@@ -48,7 +43,7 @@ class _OpenFile:
     """A file descriptor that is closed when the last reference to it goes."""
 
     def __init__(self, path: Path):
-        self.fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        self.fd = os.open(path, os.O_RDONLY)
 
     def __del__(self):
         if hasattr(self, "fd"):
@@ -74,15 +69,27 @@ class Tokens:
         What runs over the end of the last file goes on at the beginning of the first. Raises DataError when a
         file cannot be read (any more).
         """
-        data = b"".join(part for start in starts.tolist() for part in self._parts(start, length))
+        parts = (part for start in starts.tolist() for part in self._parts(start, length))
+        data = b"".join(self._read_bytes(*part) for part in parts)
         return np.frombuffer(data, self.dtype).reshape(len(starts), length).astype(np.int64)
 
-    def _parts(self, start: int, length: int) -> Iterator[bytes]:
+    def expect(self, starts: np.ndarray, length: int) -> None:
+        """Tell the kernel that `read(starts, length)` will come: a slow disk starts on all of it at once."""
+        if not hasattr(os, "posix_fadvise"):  # macOS
+            return
+        width = self.dtype.itemsize
+        for start in starts.tolist():
+            for shard, first, count in self._parts(start, length):
+                fd = self._open(shard.path).fd
+                os.posix_fadvise(fd, shard.offset + first * width, count * width, os.POSIX_FADV_WILLNEED)
+
+    def _parts(self, start: int, length: int) -> Iterator[tuple[Shard, int, int]]:
+        """Where these tokens lie: stretches of shards, each as (shard, first token in it, count)."""
         i = bisect.bisect_right(self._ends, start)
         first = start - (self._ends[i] - self.shards[i].count)  # within shard i
         while length > 0:
             count = min(length, self.shards[i].count - first)
-            yield self._read_bytes(self.shards[i], first, count)
+            yield self.shards[i], first, count
             length -= count
             i, first = (i + 1) % len(self.shards), 0
 
@@ -125,8 +132,8 @@ def headerless(path: Path, dtype: np.dtype) -> Shard:
     size = _size(path)
     if size % dtype.itemsize:
         raise DataError(
-            f"{path} is {size:,} bytes long, which is no whole number of {dtype.name} tokens: it was cut short, or "
-            "is no token file; prepare or copy it again"
+            f"{path} is {size:,} bytes long, no whole number of {dtype.name} tokens: it was cut short, or is "
+            "no token file; prepare or copy it again"
         )
     return Shard(path, dtype, size // dtype.itemsize)
 
@@ -148,8 +155,8 @@ def llmc(path: Path) -> Shard:
     magic, version, count = (int(field) for field in header[:3])
     if magic != LLMC_MAGIC:
         raise DataError(
-            f"{path} starts with {magic}, not with {LLMC_MAGIC}, llm.c's mark of GPT-2 tokens in uint16; other kinds "
-            "of shards are not read"
+            f"{path} starts with {magic}, not with {LLMC_MAGIC}, llm.c's mark of GPT-2 tokens in uint16; "
+            "other kinds of shards are not read"
         )
     if version != LLMC_VERSION:
         raise DataError(f"{path} has header version {version}; only version {LLMC_VERSION} is read")

@@ -21,33 +21,32 @@ def new_folder(name: str, root: Path) -> Iterator[Path]:
     """
     if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", name) or name == "__pycache__":
         raise DataError(f"{name!r} cannot name a data set: use letters, digits, '-', '_' and '.'")
-    target, folder = root / name, root / f".{name}.partial"
-    lock = _lock(folder)
+    target = root / name
+    folder = root / f".{name}.partial"
+    lock = _lock(folder, target)
     try:
-        _clear(folder)
+        for left_over in folder.iterdir():
+            left_over.unlink()
         _restore(target)
         yield folder
     finally:
-        # While the lock is held nobody else touches the folder; once it is published, the name is gone or
-        # another's.
-        if _is_same(folder, lock):
+        if _is_same(folder, lock):  # not published
             shutil.rmtree(folder)
         os.close(lock)
 
 
-def _lock(folder: Path) -> int:
-    """A descriptor of `folder`, made if need be, that holds its lock. The kernel frees it when the process
-    ends."""
+def _lock(folder: Path, target: Path) -> int:
+    """A descriptor that holds the lock of `folder`, which is made if need be.
+
+    The kernel frees the lock when its process ends, however it ends.
+    """
     while True:
         folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(folder, os.O_RDONLY)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            print(
-                f"Waiting for another process, which is preparing {folder.parent / folder.name[1:-8]} ...",
-                flush=True,
-            )
+            print(f"Waiting for another process, which is preparing {target} ...", flush=True)
             fcntl.flock(lock, fcntl.LOCK_EX)
         if _is_same(folder, lock):
             return lock
@@ -56,11 +55,6 @@ def _lock(folder: Path) -> int:
 
 def _is_same(folder: Path, descriptor: int) -> bool:
     return folder.exists() and os.path.samestat(os.stat(folder), os.fstat(descriptor))
-
-
-def _clear(folder: Path) -> None:
-    for file in folder.iterdir():
-        file.unlink()
 
 
 def _replaced(target: Path) -> Path:
@@ -87,8 +81,8 @@ def is_done(target: Path, request: dict) -> bool:
     differing = sorted(key for key in request.keys() | made_by.keys() if request.get(key) != made_by.get(key))
     if differing:
         raise DataError(
-            f"{target} was already made from something else ({', '.join(differing)} differ); pass another --name, or "
-            "--overwrite to replace it"
+            f"{target} was already made from something else (different: {', '.join(differing)}); pass "
+            "another --name, or --overwrite to replace it"
         )
     open_dataset(str(target))
     return True
@@ -101,6 +95,9 @@ def _check_ours(target: Path) -> None:
 
 def publish(folder: Path, target: Path) -> None:
     """Give the finished folder its name, in place of an older data set of ours."""
+    for file in folder.iterdir():
+        with open(file, "rb") as written:
+            os.fsync(written.fileno())
     if target.exists():
         _check_ours(target)
         target.rename(_replaced(target))

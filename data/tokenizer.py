@@ -116,7 +116,7 @@ def check_tokenizer_name(name: str) -> None:
     names = tokenizer_names()
     if name not in names:
         raise DataError(
-            f"there is no tokenizer {name!r}{did_you_mean(name, names)} Known: {', '.join(names)}"
+            f"there is no tokenizer {name!r}{did_you_mean(name, names)}; known: {', '.join(names)}"
         )
 
 
@@ -154,8 +154,8 @@ def _load_encoding(name: str):
     if "encoding" not in result:
         reason = result.get("error", f"no answer in {DOWNLOAD_SECONDS} seconds")
         raise DataError(
-            f"the vocabulary of tokenizer {name!r} could not be fetched ({reason}); set TIKTOKEN_CACHE_DIR to a "
-            "folder that holds it, filled by tiktoken on a machine with network, or use the byte tokenizer, which "
-            "needs no download"
+            f"the vocabulary of tokenizer {name!r} could not be fetched ({reason}); set TIKTOKEN_CACHE_DIR "
+            "to a folder that holds it, filled by tiktoken on a machine with network, or use the byte "
+            "tokenizer, which needs no download"
         )
     return result["encoding"]
