@@ -1,0 +1,251 @@
+"""From a source to a data set: tokenize, deal out to training and validation, write, publish."""
+
+import json
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+from data.dataset import DATA_ROOT
+from data.errors import DataError
+from data.publish import is_done, new_folder, publish
+from data.sources import Piece, Source, StandardLibrary
+from data.tokenizer import CharTokenizer, Tokenizer, check_tokenizer_name, load_tokenizer
+
+TASK_CHARS = 2**20  # what a worker tokenizes at a time; bounds memory, together with the number of workers
+
+
+@dataclass(frozen=True)
+class Amounts:
+    """How much text is used, and how much of it for validation.
+
+    One running text gives its last `val_fraction` of characters to validation. Separate documents are dealt
+    out whole: to validation whenever it has less than `val_fraction` of the tokens so far, and less than
+    `val_tokens`.
+    """
+
+    val_fraction: float = 0.1
+    val_tokens: int | None = None
+    max_tokens: int | None = None
+
+    def __post_init__(self):
+        if not 0 < self.val_fraction < 1:
+            raise DataError(f"--val-fraction must lie between 0 and 1, not {self.val_fraction}")
+        for flag, value in (("--val-tokens", self.val_tokens), ("--max-tokens", self.max_tokens)):
+            if value is not None and value < 2:
+                raise DataError(f"{flag} must be at least 2, not {value}")
+
+
+def ensure_prepared(name: str, root: Path = DATA_ROOT) -> None:
+    """Prepare the default data set when it is asked for and missing; it needs no network and takes
+    seconds."""
+    if name == "stdlib" and not (root / name).exists():
+        print("The data set stdlib is missing; preparing it from Python's standard library ...", flush=True)
+        prepare(StandardLibrary(), name=name, root=root)
+
+
+def prepare(
+    source: Source,
+    *,
+    name: str,
+    tokenizer: str = "byte",
+    amounts: Amounts = Amounts(),
+    root: Path = DATA_ROOT,
+    workers: int | None = None,
+    overwrite: bool = False,
+) -> Path:
+    """Make the data set `name` in `root` and return its folder; when the same is there already, say so and
+    stop.
+
+    `workers` processes tokenize (None: one, or for tiktoken one per CPU); the result does not depend on it.
+    Raises DataError for anything in the way, and leaves nothing behind then.
+    """
+    check_tokenizer_name(tokenizer)
+    if workers is None:
+        workers = 1 if tokenizer in ("byte", "char") else os.cpu_count() or 1
+    if workers < 1:
+        raise DataError(f"--workers must be at least 1, not {workers}")
+    request = source.describe() | {"tokenizer": tokenizer} | vars(amounts)
+    with new_folder(name, root) as folder:
+        if not overwrite and is_done(root / name, request):
+            print(f"{root / name} is already prepared from this source with this tokenizer: nothing to do")
+            return root / name
+        encoder = _make_tokenizer(tokenizer, source, amounts)
+        splits = _write_tokens(folder, source, encoder, amounts, workers)
+        meta = {
+            "tokenizer": encoder.meta,
+            "vocab_size": encoder.vocab_size,
+            "dtype": splits["train"].dtype.name,
+            **{split: {"tokens": file.tokens, "max_id": file.max_id} for split, file in splits.items()},
+            "request": request,
+        }
+        (folder / "meta.json").write_text(json.dumps(meta, indent=2), encoding="utf-8")
+        publish(folder, root / name)
+    print(
+        f"{root / name}: {splits['train'].tokens:,} tokens to train on, {splits['val'].tokens:,} for "
+        f"validation, vocabulary of {encoder.vocab_size:,} ({encoder.name})"
+    )
+    return root / name
+
+
+def _make_tokenizer(name: str, source: Source, amounts: Amounts) -> Tokenizer:
+    """The tokenizer of this name; for `char`, with the characters of a first pass over the text."""
+    if name != "char":
+        return load_tokenizer({"name": name})
+    characters = set() if source.one_text else {"\n"}
+    seen = 0
+    for piece in source.pieces():
+        characters.update(piece.text)
+        seen += len(piece.text)
+        if amounts.max_tokens is not None and seen >= amounts.max_tokens:
+            break
+    if not seen:
+        raise _no_text()
+    return CharTokenizer("".join(characters))
+
+
+def _no_text() -> DataError:
+    return DataError(
+        "the source holds no text to speak of: both training and validation take at least two tokens"
+    )
+
+
+def _write_tokens(
+    folder: Path, source: Source, tokenizer: Tokenizer, amounts: Amounts, workers: int
+) -> dict[str, "TokenFile"]:
+    """Write `train.bin` and `val.bin` into `folder`; returns their closed TokenFiles by name."""
+    pieces = source.pieces()
+    if source.one_text:
+        characters = sum(len(piece.text) for piece in source.pieces())
+        pieces = _cut(pieces, int(characters * (1 - amounts.val_fraction)))
+    end = _document_end(source, tokenizer)
+    with (
+        TokenFile(folder / "train.bin", tokenizer.vocab_size) as train,
+        TokenFile(folder / "val.bin", tokenizer.vocab_size) as val,
+        tqdm(total=amounts.max_tokens, unit=" tokens", unit_scale=True, disable=None) as bar,
+    ):
+        limit = amounts.max_tokens or float("inf")
+        val_limit = amounts.val_tokens or float("inf")
+        split, begins = train, True
+        for piece, ids in _encode_all(pieces, tokenizer, workers):
+            if piece.split:
+                split = {"train": train, "val": val}[piece.split]
+            elif begins:
+                total = train.tokens + val.tokens
+                split = val if val.tokens < min(amounts.val_fraction * total, val_limit) else train
+            if piece.last:
+                ids = np.append(ids, end)
+            left = limit - train.tokens - val.tokens
+            split.append(ids[: min(len(ids), left)])
+            bar.update(min(len(ids), left))
+            if len(ids) >= left:
+                break
+            begins = piece.last
+    if min(train.tokens, val.tokens) < 2:
+        raise _no_text()
+    return {"train": train, "val": val}
+
+
+def _document_end(source: Source, tokenizer: Tokenizer) -> np.ndarray:
+    """What is put behind every document: the separator. `char` has none, so there several documents are set
+    apart by a newline, and one running text stays as it is."""
+    if tokenizer.separator is not None:
+        return np.array([tokenizer.separator], np.uint32)
+    return tokenizer.encode_array("" if source.one_text else "\n")
+
+
+def _cut(pieces: Iterable[Piece], position: int) -> Iterator[Piece]:
+    """The pieces of one text, those before character `position` for training and those from there on for
+    validation."""
+    for piece in pieces:
+        head, tail = piece.text[:position], piece.text[position:]
+        if head:
+            yield Piece(head, last=piece.last and not tail, split="train")
+        if tail:
+            yield replace(piece, text=tail, split="val")
+        position -= len(head)
+
+
+def _encode_all(
+    pieces: Iterable[Piece], tokenizer: Tokenizer, workers: int
+) -> Iterator[tuple[Piece, np.ndarray]]:
+    """Every piece with its ids, in order. Few tasks are under way at a time, so that memory stays bounded."""
+    tasks = _tasks(pieces)
+    if workers == 1:
+        for task in tasks:
+            yield from zip(task, (tokenizer.encode_array(piece.text) for piece in task), strict=True)
+        return
+    context = get_context("spawn")  # fork would copy the threads' locks of pyarrow and tqdm in whatever state
+    pool = ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(tokenizer.meta,))
+    under_way: deque = deque()
+    try:
+        for task in tasks:
+            under_way.append((task, pool.submit(_work, [piece.text for piece in task])))
+            if len(under_way) > 2 * workers:
+                task, future = under_way.popleft()
+                yield from zip(task, future.result(), strict=True)
+        for task, future in under_way:
+            yield from zip(task, future.result(), strict=True)
+    except BrokenProcessPool:
+        raise DataError(
+            "a tokenizing process was killed, probably because memory ran out; pass a smaller --workers"
+        ) from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _tasks(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    task, characters = [], 0
+    for piece in pieces:
+        task.append(piece)
+        characters += len(piece.text)
+        if characters >= TASK_CHARS:
+            yield task
+            task, characters = [], 0
+    if task:
+        yield task
+
+
+def _start_worker(tokenizer_meta: dict) -> None:
+    global _worker_tokenizer
+    _worker_tokenizer = load_tokenizer(tokenizer_meta)
+
+
+def _work(texts: list[str]) -> list[np.ndarray]:
+    return [_worker_tokenizer.encode_array(text) for text in texts]
+
+
+class TokenFile:
+    """A file of token ids being written, as wide as the vocabulary takes: uint16 up to 65,536 ids, else
+    uint32."""
+
+    def __init__(self, path: Path, vocab_size: int):
+        self.vocab_size = vocab_size
+        self.dtype = np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
+        self.tokens = 0
+        self.max_id = 0
+        self._file = open(path, "wb")  # noqa: SIM115 (closed by __exit__)
+
+    def append(self, ids: np.ndarray) -> None:
+        """Raises DataError for an id outside the vocabulary, which a cast would wrap into it."""
+        if not len(ids):
+            return
+        largest = int(ids.max())
+        if largest >= self.vocab_size:
+            raise DataError(f"the tokenizer gave id {largest}, but its vocabulary has {self.vocab_size:,}")
+        self._file.write(ids.astype(self.dtype).tobytes())
+        self.tokens += len(ids)
+        self.max_id = max(self.max_id, largest)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        self._file.close()

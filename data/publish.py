@@ -1,0 +1,105 @@
+"""A data set appears under its name whole or not at all, whatever is killed and whoever else prepares it."""
+
+import contextlib
+import fcntl
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from data.dataset import open_dataset, read_meta
+from data.errors import DataError
+
+
+@contextlib.contextmanager
+def new_folder(name: str, root: Path) -> Iterator[Path]:
+    """An empty folder to write the data set `name` into, ours alone until the end of the block.
+
+    What an interrupted preparation left is cleared first; another process that prepares the same is waited
+    for. When the block ends without `publish`, nothing is left.
+    """
+    if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", name) or name == "__pycache__":
+        raise DataError(f"{name!r} cannot name a data set: use letters, digits, '-', '_' and '.'")
+    target = root / name
+    folder = root / f".{name}.partial"
+    lock = _lock(folder, target)
+    try:
+        for left_over in folder.iterdir():
+            left_over.unlink()
+        _restore(target)
+        yield folder
+    finally:
+        if _is_same(folder, lock):  # not published
+            shutil.rmtree(folder)
+        os.close(lock)
+
+
+def _lock(folder: Path, target: Path) -> int:
+    """A descriptor that holds the lock of `folder`, which is made if need be.
+
+    The kernel frees the lock when its process ends, however it ends.
+    """
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"Waiting for another process, which is preparing {target} ...", flush=True)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if _is_same(folder, lock):
+            return lock
+        os.close(lock)  # the other process has published or removed the folder that was waited for
+
+
+def _is_same(folder: Path, descriptor: int) -> bool:
+    return folder.exists() and os.path.samestat(os.stat(folder), os.fstat(descriptor))
+
+
+def _replaced(target: Path) -> Path:
+    return target.with_name(f".{target.name}.replaced")
+
+
+def _restore(target: Path) -> None:
+    """Undo or finish the replacement in which a killed process left `target`."""
+    replaced = _replaced(target)
+    if replaced.exists():
+        if target.exists():
+            shutil.rmtree(replaced)
+        else:
+            replaced.rename(target)
+
+
+def is_done(target: Path, request: dict) -> bool:
+    """Whether `target` was made by this request. Raises DataError when it holds something else, or is
+    damaged."""
+    if not target.exists():
+        return False
+    _check_ours(target)
+    made_by = read_meta(target).request
+    differing = sorted(key for key in request.keys() | made_by.keys() if request.get(key) != made_by.get(key))
+    if differing:
+        raise DataError(
+            f"{target} was already made from something else (different: {', '.join(differing)}); pass "
+            "another --name, or --overwrite to replace it"
+        )
+    open_dataset(str(target))
+    return True
+
+
+def _check_ours(target: Path) -> None:
+    if not (target / "meta.json").exists():
+        raise DataError(f"{target} exists and was not made by data.prepare; remove it or choose another name")
+
+
+def publish(folder: Path, target: Path) -> None:
+    """Give the finished folder its name, in place of an older data set of ours."""
+    for file in folder.iterdir():
+        with open(file, "rb") as written:
+            os.fsync(written.fileno())
+    if target.exists():
+        _check_ours(target)
+        target.rename(_replaced(target))
+    folder.rename(target)
+    shutil.rmtree(_replaced(target), ignore_errors=True)

@@ -1,0 +1,296 @@
+"""Where text comes from: the standard library's own source, local files, Hugging Face data sets.
+
+A source yields its documents in a fixed order as pieces of bounded length, so that a document of any size
+passes through memory a piece at a time.
+"""
+
+import codecs
+import glob
+import json
+import os
+import platform
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from data.errors import DataError, did_you_mean
+
+PIECE_CHARS = 2**20
+READ_BYTES = 2**20
+PLAIN_SUFFIXES, RECORD_SUFFIXES = (".txt", ".md"), (".jsonl", ".parquet")
+NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A stretch of one document; `last` says that the document ends with it."""
+
+    text: str
+    last: bool
+    split: str | None = None  # "train" or "val" where the source decides; else whole documents are dealt out
+
+
+class Source(Protocol):
+    one_text: bool
+    """Whether all is one running text, to be cut by position, rather than separate documents."""
+
+    def describe(self) -> dict:
+        """What identifies the source's content, JSON-serializable; recorded, and compared on a second run."""
+
+    def pieces(self) -> Iterator[Piece]:
+        """Every document in order. Raises DataError for what cannot be read."""
+
+
+@dataclass(frozen=True)
+class StandardLibrary:
+    """The Python standard library's own source text on this machine, without its tests: a corpus without
+    download."""
+
+    one_text = False
+
+    def _files(self) -> list[Path]:
+        root = Path(sysconfig.get_path("stdlib"))
+        files = (path.relative_to(root) for path in root.rglob("*.py"))
+        chosen = sorted(
+            path.as_posix()
+            for path in files
+            # _sysconfigdata is generated: how this machine's Python was compiled, with its paths
+            if not NOT_LIBRARY & set(path.parts[:-1]) and not path.name.startswith("_sysconfigdata")
+        )
+        if not chosen:
+            raise DataError(
+                f"this Python has no source text of its standard library in {root}; prepare text instead"
+            )
+        return [root / path for path in chosen]
+
+    def describe(self) -> dict:
+        files = self._files()
+        total = sum(path.stat().st_size for path in files)
+        return {"source": "stdlib", "python": platform.python_version(), "files": len(files), "bytes": total}
+
+    def pieces(self) -> Iterator[Piece]:
+        for path in self._files():
+            yield from _in_pieces(read_text(path))
+
+
+@dataclass(frozen=True)
+class TextFiles:
+    """Local files: a plain file is one document; each line of .jsonl and each row of .parquet is one."""
+
+    files: tuple[Path, ...]
+    column: str = "text"
+
+    @property
+    def one_text(self) -> bool:
+        return len(self.files) == 1 and self.files[0].suffix not in RECORD_SUFFIXES
+
+    def describe(self) -> dict:
+        return {
+            "source": "text",
+            "column": self.column,
+            "files": [_file_identity(path) for path in self.files],
+        }
+
+    def pieces(self) -> Iterator[Piece]:
+        for path in self.files:
+            if path.suffix == ".jsonl":
+                yield from _records(read_jsonl(path, self.column))
+            elif path.suffix == ".parquet":
+                yield from _records(read_parquet(path, self.column))
+            else:
+                yield from _in_pieces(read_text(path))
+
+
+def find_files(patterns: list[str]) -> tuple[Path, ...]:
+    """Files, folders (searched for text files) and globs, as absolute paths; each file once, folders sorted.
+
+    Raises DataError for a pattern that names nothing.
+    """
+    suffixes = PLAIN_SUFFIXES + RECORD_SUFFIXES
+    found: list[Path] = []
+    for pattern in patterns:
+        matches = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern, recursive=True))
+        if not matches:
+            raise DataError(f"there is no file, folder or match for {pattern!r}")
+        for match in map(Path, matches):
+            inside = (
+                sorted(path for path in match.rglob("*") if path.suffix in suffixes)
+                if match.is_dir()
+                else [match]
+            )
+            if not inside:
+                raise DataError(f"the folder {match} holds no {', '.join(suffixes)} file")
+            found += inside
+    return tuple(dict.fromkeys(path.resolve() for path in found))
+
+
+def _file_identity(path: Path) -> list:
+    status = path.stat()
+    return [str(path), status.st_size, status.st_mtime_ns]
+
+
+def read_text(path: Path) -> Iterator[str]:
+    """The file's text a block at a time, line ends as they are. Raises DataError at the first byte not
+    UTF-8."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    position = 0
+    with open(path, "rb") as file:
+        while True:
+            block = file.read(READ_BYTES)
+            pending = len(decoder.getstate()[0])
+            try:
+                yield decoder.decode(block, final=not block)
+            except UnicodeDecodeError as error:
+                offset = position - pending + error.start
+                raise DataError(
+                    f"{path} is not UTF-8 text: see byte {offset:,}; convert the file to UTF-8"
+                ) from None
+            if not block:
+                return
+            position += len(block)
+
+
+def read_jsonl(path: Path, column: str) -> Iterator[str]:
+    """The text column of every line that is not blank."""
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.isspace():
+                continue
+            try:
+                record = json.loads(line)
+            except ValueError as error:  # of JSON or of UTF-8
+                raise DataError(f"{path}, line {number}: not JSON in UTF-8 ({error})") from None
+            if not isinstance(record, dict):
+                raise DataError(f"{path}, line {number}: expected an object with a column {column!r}")
+            yield text_of(record, column, f"{path}, line {number}")
+
+
+def read_parquet(path: Path, column: str) -> Iterator[str]:
+    """The text column of every row."""
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        raise DataError(
+            f"reading {path} takes pyarrow: pip install pyarrow, or use .jsonl or .txt files"
+        ) from None
+    try:
+        with parquet.ParquetFile(path) as file:
+            if column not in file.schema_arrow.names:
+                raise missing_column(column, file.schema_arrow.names, str(path))
+            for batch in file.iter_batches(batch_size=256, columns=[column]):
+                for value in batch.column(0).to_pylist():
+                    yield text_of({column: value}, column, str(path))
+    except pyarrow.ArrowException as error:
+        raise DataError(f"{path} is no readable Parquet file ({str(error).splitlines()[0]})") from None
+
+
+def text_of(record: dict, column: str, where: str) -> str:
+    """The record's text, empty for a null. Raises DataError when the column is missing or holds something
+    else."""
+    if column not in record:
+        raise missing_column(column, list(record), where)
+    value = record[column]
+    if value is not None and not isinstance(value, str):
+        raise DataError(
+            f"{where}: column {column!r} holds {type(value).__name__}, not text; choose another --column"
+        )
+    return value or ""
+
+
+def missing_column(column: str, existing: list[str], where: str) -> DataError:
+    return DataError(
+        f"{where} has no column {column!r}{did_you_mean(column, existing)}; pass --column with one of: "
+        f"{', '.join(existing)}"
+    )
+
+
+@dataclass(frozen=True)
+class HuggingFace:
+    """A data set of the Hugging Face hub, or a local folder in its format, streamed."""
+
+    path: str
+    config: str | None = None
+    split: str = "train"
+    column: str = "text"
+    one_text = False
+
+    def describe(self) -> dict:
+        described = {"source": "hf", "path": self.path, "config": self.config, "split": self.split}
+        if os.path.isdir(self.path):
+            files = sorted(path for path in Path(self.path).resolve().rglob("*") if path.is_file())
+            described["files"] = [_file_identity(path) for path in files]
+        return described | {"column": self.column}
+
+    def pieces(self) -> Iterator[Piece]:
+        rows = self._load()
+        where = f"data set {self.path!r}"
+        if rows.column_names and self.column not in rows.column_names:
+            raise missing_column(self.column, rows.column_names, where)
+        yield from _records(text_of(row, self.column, where) for row in rows)
+
+    def _load(self):
+        _keep_caches_here()
+        try:
+            import datasets
+        except ImportError:
+            raise DataError("this source takes the datasets package: pip install datasets") from None
+        try:
+            return datasets.load_dataset(self.path, name=self.config, split=self.split, streaming=True)
+        except Exception as error:  # of datasets, the hub's client, the network: too many kinds to name
+            reason = " ".join(str(error).split())
+            if "scripts are no longer supported" in reason:
+                reason = "it is a script, which datasets no longer runs; look for a Parquet version of it"
+            raise DataError(
+                f"the data set {self.path!r} cannot be loaded: {reason or type(error).__name__}"
+            ) from None
+
+
+def _keep_caches_here() -> None:
+    """Point the caches of `datasets` below data/, unless the user has chosen a place. HF_HOME itself stays,
+    as the user's token is read from there."""
+    if "HF_HOME" not in os.environ:
+        cache = Path(__file__).parent / ".cache" / "huggingface"
+        for name in (
+            "HF_HUB_CACHE",
+            "HF_DATASETS_CACHE",
+            "HF_MODULES_CACHE",
+            "HF_ASSETS_CACHE",
+            "HF_XET_CACHE",
+        ):
+            os.environ.setdefault(name, str(cache / name.split("_")[1].lower()))
+
+
+def _records(texts: Iterator[str]) -> Iterator[Piece]:
+    for text in texts:
+        # JSON can name half of a surrogate pair, which no UTF-8 can hold
+        yield from _in_pieces(iter([text.encode("utf-8", errors="replace").decode("utf-8")]))
+
+
+def _in_pieces(blocks: Iterator[str]) -> Iterator[Piece]:
+    """One document, cut where no tokenizer would notice; nothing for an empty one."""
+    text = ""
+    for block in blocks:
+        text += block
+        while len(text) > PIECE_CHARS:
+            end = seam(text, PIECE_CHARS)
+            yield Piece(text[:end], last=False)
+            text = text[end:]
+    if text:
+        yield Piece(text, last=True)
+
+
+def seam(text: str, limit: int) -> int:
+    """The last position up to `limit` at which the text can be cut without changing its tokens.
+
+    That is before a space that follows a character other than white space. tiktoken's encodings split a text
+    into words first and never merge across them; in none of their patterns does a word run over such a place.
+    (Only text without any such place in `limit` characters is cut at `limit` itself, which matters to neither
+    byte nor char.)
+    """
+    end = text.rfind(" ", 1, limit)
+    while end > 0 and text[end - 1].isspace():
+        end = text.rfind(" ", 1, end)
+    return end if end > 0 else limit

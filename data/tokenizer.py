@@ -1,0 +1,161 @@
+"""Text to token ids and back: `byte`, `char`, and tiktoken's encodings by name.
+
+A tokenizer's `meta` is all that is needed to make it again (`load_tokenizer(tokenizer.meta)`), so a
+checkpoint that carries it can be sampled from on a machine without the data.
+"""
+
+import os
+import threading
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from data.errors import DataError, did_you_mean
+
+SEPARATOR_TEXT = "<|endoftext|>"  # how a separator is printed; the same text inside a corpus is ordinary text
+DOWNLOAD_SECONDS = 20
+
+
+class ByteTokenizer:
+    """The 256 bytes of UTF-8, and id 256 as the separator between documents."""
+
+    name = "byte"
+    vocab_size = 257
+    separator = 256
+    meta = {"name": "byte"}  # noqa: RUF012 (never changed)
+
+    def encode_array(self, text: str) -> np.ndarray:
+        """Ids as an unsigned integer array [n]."""
+        return np.frombuffer(text.encode("utf-8"), np.uint8)
+
+    def encode(self, text: str) -> list[int]:
+        return self.encode_array(text).tolist()
+
+    def decode(self, ids: list[int]) -> str:
+        """Text; bytes that are no valid UTF-8, as a sample may hold, become U+FFFD."""
+        separator = SEPARATOR_TEXT.encode("utf-8")
+        raw = b"".join(separator if i == self.separator else bytes([i]) for i in ids)
+        return raw.decode("utf-8", errors="replace")
+
+
+class CharTokenizer:
+    """One id for each character of a corpus, in code point order as in nanoGPT's char data sets; no
+    separator."""
+
+    name = "char"
+    separator = None
+
+    def __init__(self, characters: str):
+        self.characters = "".join(sorted(set(characters)))
+        self.vocab_size = len(self.characters)
+        self.meta = {"name": "char", "characters": self.characters}
+
+    @cached_property
+    def _code_points(self) -> np.ndarray:
+        return _code_points(self.characters)
+
+    def encode_array(self, text: str) -> np.ndarray:
+        """Ids as an unsigned integer array [n]. Raises DataError for a character that the alphabet lacks."""
+        wanted = _code_points(text)
+        ids = np.searchsorted(self._code_points, wanted)
+        known = self._code_points[np.minimum(ids, self.vocab_size - 1)] == wanted
+        if not known.all():
+            unknown = chr(wanted[known.argmin()])
+            raise DataError(
+                f"the character {unknown!r} is not among the {self.vocab_size} of this char tokenizer; "
+                f"use only characters of its corpus: {self.characters!r}"
+            )
+        return ids.astype(np.uint32)
+
+    def encode(self, text: str) -> list[int]:
+        return self.encode_array(text).tolist()
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(self.characters[i] for i in ids)
+
+
+def _code_points(text: str) -> np.ndarray:
+    return np.frombuffer(text.encode("utf-32-le"), "<u4")
+
+
+class TiktokenTokenizer:
+    """One of tiktoken's encodings, by name. The vocabulary file is fetched once and kept in tiktoken's
+    cache."""
+
+    def __init__(self, name: str):
+        self._encoding = _load_encoding(name)
+        self.name = name
+        self.meta = {"name": name}
+        self.vocab_size = self._encoding.n_vocab
+        self.separator = self._encoding.eot_token
+
+    def encode_array(self, text: str) -> np.ndarray:
+        """Ids as an unsigned integer array [n]; special tokens' names inside the text are ordinary text."""
+        return np.array(self._encoding.encode_ordinary(text), np.uint32)
+
+    def encode(self, text: str) -> list[int]:
+        return self._encoding.encode_ordinary(text)
+
+    def decode(self, ids: list[int]) -> str:
+        return self._encoding.decode(ids)
+
+
+Tokenizer = ByteTokenizer | CharTokenizer | TiktokenTokenizer
+
+
+def tokenizer_names() -> list[str]:
+    """Every name that `--tokenizer` takes."""
+    import tiktoken
+
+    return ["byte", "char", *tiktoken.list_encoding_names()]
+
+
+def check_tokenizer_name(name: str) -> None:
+    """Raises DataError for a name that is none of `tokenizer_names()`; reads and fetches nothing."""
+    names = tokenizer_names()
+    if name not in names:
+        raise DataError(
+            f"there is no tokenizer {name!r}{did_you_mean(name, names)}; known: {', '.join(names)}"
+        )
+
+
+def load_tokenizer(meta: dict) -> Tokenizer:
+    """The tokenizer that `meta` describes. Raises DataError for an unknown one, or one that cannot be
+    fetched."""
+    name = meta.get("name") if isinstance(meta, dict) else None
+    if name == "byte":
+        return ByteTokenizer()
+    if name == "char":
+        if not (isinstance(meta.get("characters"), str) and meta["characters"]):
+            raise DataError("a char tokenizer was stored without its characters; prepare the data again")
+        return CharTokenizer(meta["characters"])
+    check_tokenizer_name(str(name))
+    return TiktokenTokenizer(name)
+
+
+def _load_encoding(name: str):
+    """`tiktoken.get_encoding`, bounded in time: without a network its download may wait for minutes."""
+    import tiktoken
+
+    if "DATA_GYM_CACHE_DIR" not in os.environ:  # the older of the two names that tiktoken obeys
+        os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(Path(__file__).parent / ".cache" / "tiktoken"))
+    result = {}
+
+    def load() -> None:
+        try:
+            result["encoding"] = tiktoken.get_encoding(name)
+        except Exception as error:  # requests, ssl and the file system all have their own kinds
+            result["error"] = f"{type(error).__name__}"
+
+    thread = threading.Thread(target=load, daemon=True)
+    thread.start()
+    thread.join(DOWNLOAD_SECONDS)
+    if "encoding" not in result:
+        reason = result.get("error", f"no answer in {DOWNLOAD_SECONDS} seconds")
+        raise DataError(
+            f"the vocabulary of tokenizer {name!r} could not be fetched ({reason}); set TIKTOKEN_CACHE_DIR "
+            "to a folder that holds it, filled by tiktoken on a machine with network, or use the byte "
+            "tokenizer, which needs no download"
+        )
+    return result["encoding"]
