@@ -30,6 +30,7 @@ from . import eager
 
 KINDS = ("layernorm", "rmsnorm")
 IMPLS = ("auto", "torch", "triton")
+MAX_D = 16384  # the longest row that the Triton kernels take: one program holds a row in registers
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 launches: Counter = Counter()  # how often each Triton kernel ran, by name: proof of which path computes
@@ -101,14 +102,16 @@ def check(x, s, kind, eps, out_dtype, **gains):
 
 
 def backend(impl, x):
-    """The module that computes: `eager`, or `fused` once Triton is asked for or x is on a CUDA device."""
+    """The module that computes: `fused` (Triton) where it was asked for, or can run on CUDA; else `eager`."""
     if impl not in IMPLS:
         raise ValueError(f"impl must be 'auto', 'torch' or 'triton', not {impl!r}")
     if impl == "torch" or (impl == "auto" and x.device.type != "cuda"):
         return eager
-    problem = triton_problem(x.device)
+    problem = triton_problem(x.device.type)
+    if problem is None and x.shape[-1] > MAX_D:
+        problem = f"The Triton kernels take rows of at most {MAX_D} elements, not {x.shape[-1]}."
     if problem is None:
-        from . import fused  # imports triton, which macOS and Windows do not have
+        from . import fused  # imports triton, which does not exist everywhere
 
         return fused
     if impl == "triton":
@@ -116,16 +119,16 @@ def backend(impl, x):
     return eager
 
 
+@torch.compiler.assume_constant_result
 @functools.cache
-def triton_problem(device) -> str | None:
-    """Why the Triton kernels cannot run on `device` (or its name), in one sentence; None if they can."""
-    kind = torch.device(device).type
+def triton_problem(device: str) -> str | None:
+    """Why the Triton kernels cannot run on this type of device, in one sentence; None if they can."""
     if importlib.util.find_spec("triton") is None:
         return "The Triton kernels need the package triton (Linux only), which is not installed."
     if os.environ.get("TRITON_INTERPRET") == "1":
         return None
-    if kind != "cuda":
-        return f"The Triton kernels need a CUDA device, not {kind} (TRITON_INTERPRET=1 interprets them)."
+    if device != "cuda":
+        return f"The Triton kernels need a CUDA device, not {device} (TRITON_INTERPRET=1 interprets them)."
     if not torch.cuda.is_available():
         return "The Triton kernels need a CUDA device, and torch finds none on this machine."
     return None
