@@ -39,7 +39,7 @@ def forward(
     weight: Tensor | None, bias: Tensor | None,
     kind: str, eps: float, out_dtype: torch.dtype, want_sum: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(r, y, stats): x + N_out(s) if want_sum, N of it if weight is given, and [rows, 1, 2 or 4] statistics."""
+    """(r, y, stats): x + N_out(s) if want_sum, N of it if weight is given, statistics [rows, 1, 2 or 4]."""
     r, y, stats = forward_fake(x, s, out_weight, out_bias, weight, bias, kind, eps, out_dtype, want_sum)
     D = x.shape[-1]
     M = x.numel() // D

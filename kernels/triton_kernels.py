@@ -148,25 +148,30 @@ def backward(
         tile = first * D
         stat = stats + (first + tl.arange(0, ROWS)) * STATS
 
-        if weight is None:
+        # All loads stand before the first reduction, whose barrier none of them could cross.
+        if dr is not None:
             d = load(dr + tile, inner, mask, acc)
-        else:
+        if s is not None:
+            branch = load(s + tile, inner, mask, acc)
+        if weight is not None:
             g = load(dy + tile, inner, mask, acc)
             v = load(r + tile, inner, mask, acc)
             if s is not None and out_weight is None:  # r holds x: the sum was never stored
-                v = rounded(v + load(s + tile, inner, mask, acc), r.dtype.element_ty).to(acc)
+                v = rounded(v + branch, r.dtype.element_ty).to(acc)
             # N_out's statistics, where there are any, stand before N's.
             xh, rstd = restandardize(v, stat + (STATS - 1 - CENTRE), exists, CENTRE)
             dweight += g * xh
             if BIAS:
                 dbias += g
-            d = standardize_backward(g * gain, xh, rstd, D, CENTRE)
+            g = standardize_backward(g * gain, xh, rstd, D, CENTRE)
             if dr is not None:
-                d += load(dr + tile, inner, mask, acc)
+                d += g
+            else:
+                d = g
             store(dx + tile, inner, d, mask)
 
         if out_weight is not None:
-            sh, rstd = restandardize(load(s + tile, inner, mask, acc), stat, exists, CENTRE)
+            sh, rstd = restandardize(branch, stat, exists, CENTRE)
             dout_weight += d * sh
             if OUT_BIAS:
                 dout_bias += d
