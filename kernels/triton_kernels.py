@@ -1,0 +1,234 @@
+"""The Triton kernels: one forward, one backward, and one that adds up the gain gradients.
+
+The four functions of `reference.py` are one computation with parts left out. With N_out and N optional,
+
+    forward    r = x + N_out(s)                      y = N(r)
+    backward   d = dr + N'(dy),   dx = d,            ds = N_out'(d)
+
+so a pointer that is None leaves its part out when the kernel is compiled, and no call moves a byte that its
+function does not need. One program handles a tile of ROWS whole rows: one row where rows are long, many
+where they are short (QK-norm). D is a compile-time constant, the number of rows is not.
+
+Backward is a loop over tiles in a fixed number of programs. Each keeps its sums for the gain gradients in
+registers and writes them once, to its own row of `partials`; `sum_partials` adds those rows in a fixed
+order. Nothing is atomic, and the number of programs follows from the shape alone, so equal inputs give
+equal bits on every run and on every card.
+
+Loads become float32 (float64 stays) before anything else happens to them, and results are rounded once.
+Padded lanes read as zero.
+"""
+
+import functools
+import os
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+# Triton's interpreter truncates when it stores bfloat16, where a GPU rounds to nearest even.
+TRUNCATES = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+
+
+@triton.jit
+def rounded(v, dtype: tl.constexpr):
+    if TRUNCATES and dtype == tl.bfloat16:
+        bits = v.to(tl.int32, bitcast=True)
+        bits += 0x7FFF + ((bits >> 16) & 1)
+        v = (bits & -0x10000).to(tl.float32, bitcast=True)
+    return v.to(dtype)
+
+
+@triton.jit
+def tile_at(index, M, D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Where tile `index` starts, the offsets within it, and which of its lanes and rows exist."""
+    first = tl.cast(index, tl.int64) * ROWS  # a row times D passes 2^31 long before the rows do
+    row = tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)[None, :]
+    exists = first + row < M
+    return first, row[:, None] * D + column, exists[:, None] & (column < D), exists
+
+
+@triton.jit
+def load(pointer, offsets, mask, dtype: tl.constexpr):
+    return tl.load(pointer + offsets, mask=mask, other=0.0).to(dtype)
+
+
+@triton.jit
+def store(pointer, offsets, v, mask):
+    tl.store(pointer + offsets, rounded(v, pointer.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def load_gain(pointer, D: tl.constexpr, BLOCK: tl.constexpr, dtype: tl.constexpr):
+    column = tl.arange(0, BLOCK)[None, :]
+    return load(pointer, column, column < D, dtype)  # [1, BLOCK]
+
+
+@triton.jit
+def standardize(v, mask, stats, exists, D: tl.constexpr, EPS: tl.constexpr, CENTRE: tl.constexpr):
+    """The normalized rows; their statistics, ([mean,] rstd), go to `stats`."""
+    if CENTRE:
+        mean = tl.sum(v, 1) / D
+        tl.store(stats, mean, mask=exists)
+        stats += 1
+        v = tl.where(mask, v - mean[:, None], 0.0)  # a padded lane would add (0 - mean)^2 to the variance
+    rstd = tl.rsqrt(tl.sum(v * v, 1) / D + EPS)
+    tl.store(stats, rstd, mask=exists)
+    return v * rstd[:, None]
+
+
+@triton.jit
+def restandardize(v, stats, exists, CENTRE: tl.constexpr):
+    """The normalized rows and rstd, from the statistics that forward left in `stats`."""
+    if CENTRE:
+        v -= tl.load(stats, mask=exists, other=0.0)[:, None]
+        stats += 1
+    rstd = tl.load(stats, mask=exists, other=0.0)[:, None]
+    return v * rstd, rstd
+
+
+@triton.jit
+def standardize_backward(g, xh, rstd, D: tl.constexpr, CENTRE: tl.constexpr):
+    """g = dy * weight is zero in padded lanes, so the sums are over D lanes."""
+    d = g - xh * (tl.sum(g * xh, 1) / D)[:, None]
+    if CENTRE:
+        d -= (tl.sum(g, 1) / D)[:, None]
+    return rstd * d
+
+
+@triton.jit(do_not_specialize=["M"])
+def forward(
+    x, s, out_weight, out_bias, weight, bias, r, y, stats, M,
+    D: tl.constexpr, EPS: tl.constexpr, CENTRE: tl.constexpr, STATS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    acc: tl.constexpr = stats.dtype.element_ty
+    first, inner, mask, exists = tile_at(tl.program_id(0), M, D, ROWS, BLOCK)
+    tile = first * D
+    stats += (first + tl.arange(0, ROWS)) * STATS
+
+    v = load(x + tile, inner, mask, acc)
+    if s is not None:
+        branch = load(s + tile, inner, mask, acc)
+        if out_weight is not None:
+            branch = standardize(branch, mask, stats, exists, D, EPS, CENTRE)
+            stats += 1 + CENTRE
+            branch *= load_gain(out_weight, D, BLOCK, acc)
+            if out_bias is not None:
+                branch += load_gain(out_bias, D, BLOCK, acc)
+        # Backward recomputes xh from the stored sum: the statistics must be those of what is stored.
+        v = rounded(v + branch, x.dtype.element_ty).to(acc)
+    if r is not None:
+        store(r + tile, inner, v, mask)
+    if weight is not None:
+        v = standardize(v, mask, stats, exists, D, EPS, CENTRE) * load_gain(weight, D, BLOCK, acc)
+        if bias is not None:
+            v += load_gain(bias, D, BLOCK, acc)
+        store(y + tile, inner, v, mask)
+
+
+@triton.jit(do_not_specialize=["M"])
+def backward(
+    dr, dy, r, s, out_weight, weight, stats, dx, ds, partials, M,
+    D: tl.constexpr, CENTRE: tl.constexpr, STATS: tl.constexpr,
+    BIAS: tl.constexpr, OUT_BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    acc: tl.constexpr = stats.dtype.element_ty
+    dweight = tl.zeros([ROWS, BLOCK], acc)
+    dbias = tl.zeros([ROWS, BLOCK], acc)
+    dout_weight = tl.zeros([ROWS, BLOCK], acc)
+    dout_bias = tl.zeros([ROWS, BLOCK], acc)
+    if weight is not None:
+        gain = load_gain(weight, D, BLOCK, acc)
+    if out_weight is not None:
+        out_gain = load_gain(out_weight, D, BLOCK, acc)
+
+    for index in range(tl.program_id(0), tl.cdiv(M, ROWS), tl.num_programs(0)):
+        first, inner, mask, exists = tile_at(index, M, D, ROWS, BLOCK)
+        tile = first * D
+        stat = stats + (first + tl.arange(0, ROWS)) * STATS
+
+        # All loads stand before the first reduction, whose barrier none of them could cross.
+        if dr is not None:
+            d = load(dr + tile, inner, mask, acc)
+        if s is not None:
+            branch = load(s + tile, inner, mask, acc)
+        if weight is not None:
+            g = load(dy + tile, inner, mask, acc)
+            v = load(r + tile, inner, mask, acc)
+            if s is not None and out_weight is None:  # r holds x: the sum was never stored
+                v = rounded(v + branch, r.dtype.element_ty).to(acc)
+            # N_out's statistics, where there are any, stand before N's.
+            xh, rstd = restandardize(v, stat + (STATS - 1 - CENTRE), exists, CENTRE)
+            dweight += g * xh
+            if BIAS:
+                dbias += g
+            g = standardize_backward(g * gain, xh, rstd, D, CENTRE)
+            if dr is not None:
+                d += g
+            else:
+                d = g
+            store(dx + tile, inner, d, mask)
+
+        if out_weight is not None:
+            sh, rstd = restandardize(branch, stat, exists, CENTRE)
+            dout_weight += d * sh
+            if OUT_BIAS:
+                dout_bias += d
+            d = standardize_backward(d * out_gain, sh, rstd, D, CENTRE)
+        if ds is not None:
+            store(ds + tile, inner, d, mask)
+
+    column = tl.arange(0, BLOCK)
+    row = partials + tl.program_id(0) * D + column
+    step = tl.num_programs(0) * D
+    if weight is not None:
+        tl.store(row, tl.sum(dweight, 0), mask=column < D)
+        row += step
+        if BIAS:
+            tl.store(row, tl.sum(dbias, 0), mask=column < D)
+            row += step
+    if out_weight is not None:
+        tl.store(row, tl.sum(dout_weight, 0), mask=column < D)
+        row += step
+        if OUT_BIAS:
+            tl.store(row, tl.sum(dout_bias, 0), mask=column < D)
+
+
+@triton.jit
+def sum_partials(partials, gains, P, D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """partials [G, P, D] -> gains [G, D], always in the same order."""
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    partials += tl.program_id(1) * P * D
+    total = tl.zeros([ROWS, BLOCK], partials.dtype.element_ty)
+    for first in range(0, P, ROWS):
+        row = first + tl.arange(0, ROWS)
+        mask = (row < P)[:, None] & (column < D)[None, :]
+        total += tl.load(partials + row[:, None] * D + column[None, :], mask=mask, other=0.0)
+    tl.store(gains + tl.program_id(1) * D + column, tl.sum(total, 0), mask=column < D)
+
+
+ELEMENTS_PER_THREAD = 8  # one 16-byte access of bfloat16, two of float32
+BACKWARD_WARPS = 2048  # enough to fill any card's multiprocessors about once, few enough partial sums
+
+
+class Tiles(NamedTuple):
+    """How rows of D elements are dealt out to programs. Nothing here may depend on the card."""
+
+    rows: int  # whole rows per program
+    block: int  # D rounded up to a power of two
+    warps: int
+
+    @classmethod
+    @functools.cache
+    def of(cls, D):
+        block = triton.next_power_of_2(D)
+        rows = min(64, max(1, 1024 // block))
+        return cls(rows, block, min(16, max(1, rows * block // (32 * ELEMENTS_PER_THREAD))))
+
+    def count(self, M):
+        return triton.cdiv(M, self.rows)
+
+    def programs(self, M):
+        """Programs of the backward loop, and so rows of partial sums."""
+        return min(self.count(M), BACKWARD_WARPS // self.warps)
