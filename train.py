@@ -2,32 +2,237 @@
 
     python train.py configs/quickstart.toml --norm rmsnorm --placement sandwich
     torchrun --nproc-per-node 8 train.py configs/gpt2_124m.toml
+
+Read `train` for the order of things; what it leans on is in `training/`.
 """
 
+import math
 import os
-import shutil
+import subprocess
 import sys
-import time
+import textwrap
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
-from configs import Config, ConfigError, load_config, replace, to_toml, user_error
+import torch
+
+from configs import Config, ConfigError, load_config, replace, user_error
+from data import DataError, Dataset, check_token_range, ensure_prepared, open_dataset
+from tools.sample import Options as SampleOptions
+from tools.sample import continuations
+from training import checkpoint, folder
+from training.checkpoint import CheckpointError
+from training.clock import Clock
+from training.runtime import Runtime, start, stop
+from training.tracker import Tracker
+from training.trainer import Trainer
+
+KEPT = 2  # newest checkpoints kept beside the best
 
 
 def main(argv: Sequence[str]) -> None:
     try:
-        config = load_config(argv)
         if not argv:
-            raise ConfigError("name a recipe, for example `python train.py configs/quickstart.toml`; --help lists more")
-        # torch's caches, unless the user has chosen a place; imported only now, so that --help is quick
-        for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
-            os.environ.setdefault(name, str(Path(config.run.out_dir, ".cache", name.split("_")[0].lower()).absolute()))
-        from training import loop
-
-        loop.run(config)
-    except ValueError as e:
+            raise ConfigError("name a recipe, as in `python train.py configs/quickstart.toml`; --help lists the flags")
+        config = load_config(argv)
+        keep_caches_in(Path(config.run.out_dir))
+        config, runtime = start(config)
+        train(config, runtime)
+    except (ConfigError, DataError, CheckpointError) as e:
         user_error(str(e))
+    finally:
+        stop()
+
+
+def train(config: Config, runtime: Runtime) -> None:
+    tell = print if runtime.is_main else lambda *_, **__: None
+    dataset = open_data(config, runtime)
+    config = fit(config, dataset)
+    run_dir = folder.choose(config)
+    trainer = Trainer(config, runtime, dataset)
+    describe(trainer, dataset, tell)
+    keeper = Keeper(trainer, dataset, run_dir, tell)
+    keeper.begin()
+    tracker = None
+    if runtime.is_main:
+        folder.claim(run_dir, config, keeper.progress.step)
+        tracker = Tracker(run_dir, config, facts(trainer), keeper.progress.wandb_id)
+    try:
+        loop(trainer, keeper, tracker, tell)
+    finally:
+        if tracker:
+            tracker.close()
+    farewell(trainer, dataset, keeper, tell)
+
+
+@dataclass
+class Progress:
+    """How far a run is; what a checkpoint holds beside tensors."""
+
+    step: int = 0
+    best_loss: float = math.inf
+    val_loss: float = math.inf
+    wandb_id: str | None = None
+
+
+def loop(trainer: Trainer, keeper: "Keeper", tracker: Tracker | None, tell) -> None:
+    """Steps, and at their intervals metrics, evaluation and checkpoints, each of which the last step has too."""
+    run, optim, progress = trainer.config.run, trainer.config.optim, keeper.progress
+    tokens_per_step = optim.batch_size * trainer.block_size
+    clock = Clock(tokens_per_step, progress.step, optim.max_iters)
+
+    def due(step: int, interval: int) -> bool:
+        return step % interval == 0 or step == optim.max_iters
+
+    if progress.step == 0:
+        progress.val_loss = trainer.evaluate()
+        tell(f"step 0: val loss {progress.val_loss:.4f}")
+        emit(tracker, 0, 0, {"val/loss": progress.val_loss})
+        clock.restart(0)
+    while progress.step < optim.max_iters:
+        step = progress.step + 1
+        watch = step == 1 or due(step, run.log_interval)
+        values = trainer.step(progress.step, watch)
+        row = {}
+        if watch:
+            row = trainer.row(values, progress.step) | clock.lap(step)
+        if watch or trainer.runtime.device.type == "cpu":
+            stop_if_diverged(trainer, step)
+        progress.step = step
+        evaluate = due(step, run.eval_interval)
+        if evaluate:
+            row["val/loss"] = progress.val_loss = trainer.evaluate()
+        if row:
+            emit(tracker, step, step * tokens_per_step, row)
+            clock.show(step, row, tell)
+        improved = evaluate and progress.val_loss < progress.best_loss
+        progress.best_loss = min(progress.best_loss, progress.val_loss) if evaluate else progress.best_loss
+        if improved or due(step, run.checkpoint_interval):
+            progress.wandb_id = tracker and tracker.wandb_id
+            keeper.save()
+        if evaluate or improved:
+            clock.restart(step)
+
+
+def emit(tracker: Tracker | None, step: int, tokens: int, row: dict) -> None:
+    if tracker:
+        tracker.log({"iter": step, "tokens": tokens} | row)
+
+
+def stop_if_diverged(trainer: Trainer, step: int) -> None:
+    if trainer.diverged.item():
+        raise ConfigError(f"loss or gradient is not finite by step {step}; the last checkpoint is untouched")
+
+
+class Keeper:
+    """Restores and saves a run; all processes gather and load, the first one writes."""
+
+    def __init__(self, trainer: Trainer, dataset: Dataset, run_dir: Path, tell):
+        self.trainer, self.dataset, self.run_dir, self.tell = trainer, dataset, run_dir, tell
+        self.progress = Progress()
+
+    def begin(self) -> None:
+        """Loads what the run starts from: its own newest checkpoint, other weights, or nothing."""
+        start = self.trainer.config.start
+        if start.init_from:
+            path = checkpoint.find(start.init_from)
+            weights, _ = checkpoint.read_model(path)
+            self.trainer.load_weights(weights, path)
+            self.tell(f"weights from {path}")
+        if start.resume:
+            found = checkpoint.newest(self.run_dir, self.tell)
+            state = checkpoint.load_trainer(found)
+            folder.check_same_run(self.trainer.config, state["config"], self.tell)
+            if state["data"] != self.dataset.fingerprint:
+                raise ConfigError(f"--resume: {self.dataset.path} is not the data that this run has trained on")
+            self.trainer.load_weights(checkpoint.read_model(found.path)[0], found.path)
+            self.trainer.load_state(state)
+            self.progress = Progress(**{f.name: state[f.name] for f in fields(Progress)})
+            self.tell(f"resuming {self.run_dir} at step {self.progress.step}")
+
+    def save(self) -> None:
+        weights, state = self.trainer.state()
+        if not self.trainer.runtime.is_main:
+            return
+        state |= asdict(self.progress) | {"config": asdict(self.trainer.config)}
+        state |= {"format": checkpoint.FORMAT, "data": self.dataset.fingerprint}
+        about = checkpoint.about(self.trainer.model, self.dataset.meta.get("tokenizer"))
+        checkpoint.save(self.run_dir, weights, about, state, self.progress.val_loss, KEPT)
+
+
+def describe(trainer: Trainer, dataset: Dataset, tell) -> None:
+    """The resolved configuration in short."""
+    config, runtime = trainer.config, trainer.runtime
+    model, optim = config.model, config.optim
+    tell(
+        f"model  {model.norm} {model.placement}, qk_norm {model.qk_norm}, {model.pos} positions, {model.mlp}; "
+        f"{model.n_layer} layers, {model.n_head} heads, {model.n_embd} wide; {trainer.model.n_params():,} parameters\n"
+        f"data   {dataset.path}: {len(dataset.train):,} training and {len(dataset.val):,} validation tokens, "
+        f"vocabulary {model.vocab_size:,}\n"
+        f"step   {optim.batch_size} x {model.block_size} tokens in {trainer.accumulation} micro-batches on "
+        f"{runtime.world} process(es); {optim.optimizer}, lr {optim.lr:g} to {optim.min_lr:g} ({optim.schedule}), "
+        f"warm-up {optim.warmup_iters} of {optim.max_iters} steps\n"
+        f"on     {runtime.device.type}, {model.dtype}, stream in {model.residual_dtype}, kernels {model.kernel}"
+        f"{', compiled' if config.run.compile else ''}; seed {config.run.seed}"
+    )
+
+
+def facts(trainer: Trainer) -> dict[str, Any]:
+    """What wandb's config holds besides the configuration."""
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        commit = None
+    runtime = trainer.runtime
+    return {
+        "parameters": trainer.model.n_params(),
+        "commit": commit,
+        "processes": runtime.world,
+        "device_type": runtime.device.type,
+        "torch": torch.__version__,
+    }
+
+
+def farewell(trainer: Trainer, dataset: Dataset, keeper: Keeper, tell) -> None:
+    """A sample, and where to look next."""
+    run_dir, progress = keeper.run_dir, keeper.progress
+    tell(f"\ndone: {progress.step} steps, val loss {progress.val_loss:.4f}, best {progress.best_loss:.4f}")
+    if trainer.runtime.world == 1 and "tokenizer" in dataset.meta:
+        text = continuations(trainer.model.eval(), dataset.tokenizer, SampleOptions(run=str(run_dir), tokens=200))
+        tell(f"\na sample:\n{textwrap.indent(text[0], '    ')}")
+    tell(
+        f"\nwhere to look next:\n"
+        f"    python -m tools.sample {run_dir}          more text\n"
+        f"    wandb leet {run_dir}/wandb             every curve, in the terminal\n"
+        f"    {run_dir}/metrics.jsonl                the same numbers, a JSON object per step"
+    )
+
+
+def keep_caches_in(out_dir: Path) -> None:
+    """torch's compilation caches go under out/, unless the user has chosen a place."""
+    for name in ("TORCHINDUCTOR", "TRITON"):
+        os.environ.setdefault(f"{name}_CACHE_DIR", str((out_dir / ".cache" / name.lower()).absolute()))
+
+
+def open_data(config: Config, runtime: Runtime) -> Dataset:
+    """The data set; the default one is prepared by the first process if it is missing."""
+    if runtime.is_main:
+        ensure_prepared(config.data.dataset)
+    runtime.barrier()
+    return open_dataset(config.data.dataset)
+
+
+def fit(config: Config, dataset: Dataset) -> Config:
+    """The configuration with the data set's vocabulary, checked against the ids that the data really holds."""
+    if config.model.vocab_size == 0:
+        if dataset.vocab_size is None:
+            raise DataError(f"{dataset.path} does not say how large its vocabulary is; pass --vocab-size, say 65")
+        config = replace(config, "model", vocab_size=dataset.vocab_size)
+    check_token_range(dataset, config.model.vocab_size)
+    return config
 
 
 if __name__ == "__main__":

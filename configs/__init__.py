@@ -166,9 +166,16 @@ def load_config(argv: Sequence[str], prog: str = "train.py") -> Config:
     base = read_recipe(Path(paths[0])) if paths else Config()
     flags = parse_flags([a for a in argv if a not in paths], base, prog)
     config = validate(flags, "on the command line")
-    if paths and not config.run.run_name:
-        config = replace(config, "run", run_name=Path(paths[0]).stem)
-    return config if config.run.run_name else replace(config, "run", run_name="run")
+    name, stem = config.run.run_name, Path(paths[0]).stem if paths else "run"
+    if name == "auto":
+        name = free_name(Path(config.run.out_dir), stem)
+    return replace(config, "run", run_name=name or stem)
+
+
+def free_name(out_dir: Path, stem: str) -> str:
+    """`stem`, or the first of stem-2, stem-3, ... that no folder in `out_dir` has."""
+    names = itertools.chain([stem], (f"{stem}-{n}" for n in itertools.count(2)))
+    return next(name for name in names if not (out_dir / name).exists())
 
 
 def replace(config: Config, section: str, **changes: Any) -> Config:

@@ -32,8 +32,10 @@ __all__ = [
 ]
 
 
-@pydantic.dataclasses.dataclass(frozen=True, config=pydantic.ConfigDict(extra="forbid"))
+@pydantic.dataclasses.dataclass(frozen=True, config=pydantic.ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True))
 class DataConfig:
+    """Which text."""
+
     dataset: str = "stdlib"
     """What to train on: the name of a data set made by `python -m data.prepare`, or a folder of .bin token
     files (nanoGPT's, llm.c's or modded-nanogpt's)."""

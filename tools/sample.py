@@ -84,10 +84,8 @@ def first_tokens(tokenizer, prompt: str) -> list[int]:
         return [0]
 
 
-def sample(options: Options) -> list[str]:
-    path = find(options.run, options.checkpoint)
-    model = load_model(path).to(choose_device(options.device))
-    tokenizer = load_tokenizer(read_about(path)["tokenizer"])
+def continuations(model: GPT, tokenizer, options: Options) -> list[str]:
+    """The texts that `options` ask of a model in evaluation mode."""
     begin = first_tokens(tokenizer, options.prompt)
     rows = torch.tensor([begin] * options.samples, device=next(model.parameters()).device)
     how = {"temperature": options.temperature, "top_k": options.top_k, "seed": options.seed}
@@ -98,7 +96,10 @@ def sample(options: Options) -> list[str]:
 
 def main(argv: Sequence[str]) -> None:
     try:
-        texts = sample(command_line(Options, argv, "python -m tools.sample"))
+        options = command_line(Options, argv, "python -m tools.sample")
+        path = find(options.run, options.checkpoint)
+        model = load_model(path).to(choose_device(options.device))
+        texts = continuations(model, load_tokenizer(read_about(path)["tokenizer"]), options)
     except (ConfigError, CheckpointError, DataError) as e:
         user_error(str(e))
     print("\n\n---\n\n".join(texts))

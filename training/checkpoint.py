@@ -233,25 +233,27 @@ def load_model(directory: str | Path, which: str = "latest") -> GPT:
         config = ModelConfig(**about["model"])
     except (KeyError, TypeError, ValidationError):
         raise CheckpointError(f"{path}/model.safetensors does not say which model it holds") from None
-    model = GPT(config)
-    load_weights(model, weights, path)
+    with torch.device("meta"):
+        model = GPT(config)
+    check_weights(model, weights, path)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            param.copy_(weights[name])
     return model.eval()
 
 
-def load_weights(model: GPT, weights: dict[str, torch.Tensor], path: Path) -> None:
-    """Copies weights into a model of the same shape. Raises CheckpointError that names the first difference."""
+def check_weights(model: GPT, weights: dict[str, torch.Tensor], path: Path) -> None:
+    """Raises CheckpointError that names the first weight that is missing, unknown or of another shape."""
     own = dict(model.named_parameters())
-    for name in own.keys() | weights.keys():
+    for name in sorted(own.keys() | weights.keys()):
         if name not in weights:
-            raise CheckpointError(f"{path} lacks the weight {name}")
+            raise CheckpointError(f"{path} lacks the weight {name}, which this model has")
         if name not in own:
-            raise CheckpointError(f"{path} has a weight {name} that this model does not")
+            raise CheckpointError(f"{path} has a weight {name}, which this model does not")
         if own[name].shape != weights[name].shape:
             have, want = tuple(weights[name].shape), tuple(own[name].shape)
             raise CheckpointError(f"{path}: {name} has shape {have}, and this model wants {want}")
-    with torch.no_grad():
-        for name, param in own.items():
-            param.copy_(weights[name])
 
 
 def about(model: GPT, tokenizer: dict) -> dict[str, Any]:

@@ -6,6 +6,7 @@ state to save: a run that resumes at step i is the run that never stopped.
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from configs import Config
 from data import EvalWindows, TrainBatches
 from data.dataset import Dataset
 from model import GPT
+from training.checkpoint import check_weights
 from training.distributed import assign, replicate, shard, synchronized, whole
 from training.dynamics import GradientNorms, Observed, depth_names, part_names
 from training.optimizer import learning_rate, make_optimizer
@@ -171,14 +173,19 @@ class Trainer:
         scaler = {"scale": self.scale.scale.item(), "good_steps": self.scale.good_steps.item()}
         return weights, {"optimizer": moments, "scaler": scaler}
 
-    def load(self, weights: dict[str, Tensor], trainer: dict[str, Any]) -> None:
-        """What `state` gave, on any number of processes."""
+    def load_weights(self, weights: dict[str, Tensor], path: Path) -> None:
+        """Weights by name, on any number of processes. Raises CheckpointError where they are not this model's."""
+        check_weights(self.model, weights, path)
         for name, p in self.model.named_parameters():
             assign(p, weights[name])
-            self.optimizer.state[p] = {}
-            for key, value in trainer["optimizer"][name].items():
-                own = torch.zeros_like(p) if value.ndim else torch.zeros((), device=p.device)
-                assign(own, value)
-                self.optimizer.state[p][key] = own
+
+    def load_state(self, trainer: dict[str, Any]) -> None:
+        """Optimizer and scaler as `state` gave them, on any number of processes."""
+        for name, p in self.model.named_parameters():
+            moments = trainer["optimizer"][name]
+            own = {k: torch.zeros_like(p) if v.ndim else torch.zeros((), device=p.device) for k, v in moments.items()}
+            for key, value in moments.items():
+                assign(own[key], value)
+            self.optimizer.state[p] = own
         self.scale.scale.fill_(trainer["scaler"]["scale"])
         self.scale.good_steps.fill_(trainer["scaler"]["good_steps"])
