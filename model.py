@@ -93,7 +93,9 @@ class ModelConfig:
         if self.n_head % self.kv_heads:
             raise ValueError(f"n_head {self.n_head} is not a multiple of n_kv_head {self.n_kv_head}")
         if self.pos == "rope" and self.head_width % 2:
-            raise ValueError(f"head_dim is {self.head_width}; pos rope rotates pairs and needs an even head_dim")
+            raise ValueError(
+                f"head_dim is {self.head_width}; pos rope rotates pairs and needs an even head_dim"
+            )
         if self.residual_scale == "deepnorm" and self.placement != "post":
             raise ValueError(f"residual_scale deepnorm belongs to placement post, not {self.placement}")
         if not 0 <= self.dropout < 1:
@@ -366,7 +368,9 @@ class GPT(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        assert config.vocab_size > 0, "vocab_size 0 stands for the data set's and is resolved before the model"
+        assert config.vocab_size > 0, (
+            "vocab_size 0 stands for the data set's and is resolved before the model"
+        )
         self.config = config
         self.stream_dtype, self.compute_dtype = config.stream_dtype, config.compute_dtype
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)

@@ -6,13 +6,11 @@
 Read `train` for the order of things; what it leans on is in `training/`.
 """
 
-import math
 import os
 import subprocess
 import sys
 import textwrap
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +20,21 @@ from configs import Config, ConfigError, load_config, replace, user_error
 from data import DataError, Dataset, check_token_range, ensure_prepared, open_dataset
 from tools.sample import Options as SampleOptions
 from tools.sample import continuations
-from training import checkpoint, folder
+from training import folder
 from training.checkpoint import CheckpointError
 from training.clock import Clock
+from training.keeper import Keeper
 from training.runtime import Runtime, start, stop
 from training.tracker import Tracker
 from training.trainer import Trainer
-
-KEPT = 2  # newest checkpoints kept beside the best
 
 
 def main(argv: Sequence[str]) -> None:
     try:
         if not argv:
-            raise ConfigError("name a recipe, as in `python train.py configs/quickstart.toml`; --help lists the flags")
+            raise ConfigError(
+                "name a recipe, as in `python train.py configs/quickstart.toml`; --help lists the flags"
+            )
         config = load_config(argv)
         keep_caches_in(Path(config.run.out_dir))
         config, runtime = start(config)
@@ -67,17 +66,7 @@ def train(config: Config, runtime: Runtime) -> None:
     farewell(trainer, dataset, keeper, tell)
 
 
-@dataclass
-class Progress:
-    """How far a run is; what a checkpoint holds beside tensors."""
-
-    step: int = 0
-    best_loss: float = math.inf
-    val_loss: float = math.inf
-    wandb_id: str | None = None
-
-
-def loop(trainer: Trainer, keeper: "Keeper", tracker: Tracker | None, tell) -> None:
+def loop(trainer: Trainer, keeper: Keeper, tracker: Tracker | None, tell) -> None:
     """Steps, and at their intervals metrics, evaluation and checkpoints, each of which the last step has too."""
     run, optim, progress = trainer.config.run, trainer.config.optim, keeper.progress
     tokens_per_step = optim.batch_size * trainer.block_size
@@ -126,42 +115,6 @@ def stop_if_diverged(trainer: Trainer, step: int) -> None:
         raise ConfigError(f"loss or gradient is not finite by step {step}; the last checkpoint is untouched")
 
 
-class Keeper:
-    """Restores and saves a run; all processes gather and load, the first one writes."""
-
-    def __init__(self, trainer: Trainer, dataset: Dataset, run_dir: Path, tell):
-        self.trainer, self.dataset, self.run_dir, self.tell = trainer, dataset, run_dir, tell
-        self.progress = Progress()
-
-    def begin(self) -> None:
-        """Loads what the run starts from: its own newest checkpoint, other weights, or nothing."""
-        start = self.trainer.config.start
-        if start.init_from:
-            path = checkpoint.find(start.init_from)
-            weights, _ = checkpoint.read_model(path)
-            self.trainer.load_weights(weights, path)
-            self.tell(f"weights from {path}")
-        if start.resume:
-            found = checkpoint.newest(self.run_dir, self.tell)
-            state = checkpoint.load_trainer(found)
-            folder.check_same_run(self.trainer.config, state["config"], self.tell)
-            if state["data"] != self.dataset.fingerprint:
-                raise ConfigError(f"--resume: {self.dataset.path} is not the data that this run has trained on")
-            self.trainer.load_weights(checkpoint.read_model(found.path)[0], found.path)
-            self.trainer.load_state(state)
-            self.progress = Progress(**{f.name: state[f.name] for f in fields(Progress)})
-            self.tell(f"resuming {self.run_dir} at step {self.progress.step}")
-
-    def save(self) -> None:
-        weights, state = self.trainer.state()
-        if not self.trainer.runtime.is_main:
-            return
-        state |= asdict(self.progress) | {"config": asdict(self.trainer.config)}
-        state |= {"format": checkpoint.FORMAT, "data": self.dataset.fingerprint}
-        about = checkpoint.about(self.trainer.model, self.dataset.meta.get("tokenizer"))
-        checkpoint.save(self.run_dir, weights, about, state, self.progress.val_loss, KEPT)
-
-
 def describe(trainer: Trainer, dataset: Dataset, tell) -> None:
     """The resolved configuration in short."""
     config, runtime = trainer.config, trainer.runtime
@@ -201,7 +154,9 @@ def farewell(trainer: Trainer, dataset: Dataset, keeper: Keeper, tell) -> None:
     run_dir, progress = keeper.run_dir, keeper.progress
     tell(f"\ndone: {progress.step} steps, val loss {progress.val_loss:.4f}, best {progress.best_loss:.4f}")
     if trainer.runtime.world == 1 and "tokenizer" in dataset.meta:
-        text = continuations(trainer.model.eval(), dataset.tokenizer, SampleOptions(run=str(run_dir), tokens=200))
+        text = continuations(
+            trainer.model.eval(), dataset.tokenizer, SampleOptions(run=str(run_dir), tokens=200)
+        )
         tell(f"\na sample:\n{textwrap.indent(text[0], '    ')}")
     tell(
         f"\nwhere to look next:\n"
@@ -229,7 +184,9 @@ def fit(config: Config, dataset: Dataset) -> Config:
     """The configuration with the data set's vocabulary, checked against the ids that the data really holds."""
     if config.model.vocab_size == 0:
         if dataset.vocab_size is None:
-            raise DataError(f"{dataset.path} does not say how large its vocabulary is; pass --vocab-size, say 65")
+            raise DataError(
+                f"{dataset.path} does not say how large its vocabulary is; pass --vocab-size, say 65"
+            )
         config = replace(config, "model", vocab_size=dataset.vocab_size)
     check_token_range(dataset, config.model.vocab_size)
     return config

@@ -202,7 +202,9 @@ def validate(table: dict, place: str) -> Config:
     unknown = [key for key in table if key not in SECTIONS]
     if unknown:
         hint = nearest(unknown[0], SECTIONS)
-        raise ConfigError(f"{place}: unknown table [{unknown[0]}]{hint}; the tables are {', '.join(SECTIONS)}")
+        raise ConfigError(
+            f"{place}: unknown table [{unknown[0]}]{hint}; the tables are {', '.join(SECTIONS)}"
+        )
     sections = {}
     for name, cls in SECTIONS.items():
         values = table.get(name, {})
@@ -299,7 +301,11 @@ def to_toml(config: Config) -> str:
     for section in SECTIONS:
         if section != "start":
             values = dataclasses.asdict(getattr(config, section))
-            lines += [f"[{section}]", *(f"{k} = {toml_value(v)}" for k, v in values.items() if v is not None), ""]
+            lines += [
+                f"[{section}]",
+                *(f"{k} = {toml_value(v)}" for k, v in values.items() if v is not None),
+                "",
+            ]
     return "\n".join(lines)
 
 

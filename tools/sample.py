@@ -1,6 +1,6 @@
 """Text from a trained model.
 
-    python -m tools.sample out/quickstart --prompt "def " --temperature 0.8 --top-k 50 --seed 1
+python -m tools.sample out/quickstart --prompt "def " --temperature 0.8 --top-k 50 --seed 1
 """
 
 import sys

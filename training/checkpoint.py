@@ -81,7 +81,9 @@ def write(path: Path, weights: dict, about: dict, trainer: dict, val_loss: float
 def save_model(path: Path, weights: dict, about: dict) -> None:
     """`path/model.safetensors`: contiguous weights, and `about` in the header."""
     contiguous = {name: t.detach().contiguous() for name, t in weights.items()}
-    save_file(contiguous, path / "model.safetensors", metadata={"format": "pt", "nanonorm": json.dumps(about)})
+    save_file(
+        contiguous, path / "model.safetensors", metadata={"format": "pt", "nanonorm": json.dumps(about)}
+    )
 
 
 def model_weights(model: GPT) -> dict[str, torch.Tensor]:
@@ -167,7 +169,9 @@ def newest(run_dir: Path, tell=print) -> Checkpoint:
 
 def best(run_dir: Path, tell=print) -> Checkpoint:
     """The whole checkpoint with the lowest validation loss."""
-    found = [c for c in map(read_manifest, (run_dir / "checkpoints").glob("step_*")) if isinstance(c, Checkpoint)]
+    found = [
+        c for c in map(read_manifest, (run_dir / "checkpoints").glob("step_*")) if isinstance(c, Checkpoint)
+    ]
     return select(run_dir, [c.path for c in sorted(found, key=lambda c: (c.val_loss, -c.step))], tell)
 
 
@@ -203,7 +207,9 @@ def read_model(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     except FileNotFoundError:
         raise CheckpointError(f"{path} holds no checkpoint: there is no {file}") from None
     except KeyError:
-        raise CheckpointError(f"{file} was not written by nanonorm; `python -m tools.convert` reads others") from None
+        raise CheckpointError(
+            f"{file} was not written by nanonorm; `python -m tools.convert` reads others"
+        ) from None
     except (SafetensorError, OSError, ValueError) as e:
         raise CheckpointError(f"{file} is damaged: {e}") from None
 
@@ -259,8 +265,6 @@ def check_weights(model: GPT, weights: dict[str, torch.Tensor], path: Path) -> N
 def about(model: GPT, tokenizer: dict) -> dict[str, Any]:
     """What the header of model.safetensors says."""
     return {"model": asdict(model.config), "tokenizer": tokenizer}
-
-
 
 
 def read_about(path: Path) -> dict[str, Any]:

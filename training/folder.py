@@ -23,7 +23,9 @@ def choose(config: Config) -> Path:
     """The run's folder. Raises ConfigError if it holds something and no flag says what to do with it."""
     run_dir = Path(config.run.out_dir) / config.run.run_name
     if run_dir.exists() and not run_dir.is_dir():
-        raise ConfigError(f"{run_dir} is a file, and the run needs a folder of that name; pass another --run-name")
+        raise ConfigError(
+            f"{run_dir} is a file, and the run needs a folder of that name; pass another --run-name"
+        )
     is_run = (run_dir / "config.toml").exists()
     if config.start.resume:
         if not is_run:
@@ -32,7 +34,9 @@ def choose(config: Config) -> Path:
         if not is_run:
             raise ConfigError(f"{run_dir} holds files that are not a run's; pass another --run-name")
         if not config.start.overwrite:
-            raise ConfigError(f"{run_dir} already holds a run; pass --resume, --overwrite or another --run-name")
+            raise ConfigError(
+                f"{run_dir} already holds a run; pass --resume, --overwrite or another --run-name"
+            )
     return run_dir
 
 

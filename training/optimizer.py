@@ -19,7 +19,7 @@ def decays(model: GPT) -> dict[str, bool]:
 
 
 def make_optimizer(model: GPT, config: OptimConfig) -> torch.optim.Optimizer:
-    """AdamW (Loshchilov & Hutter 2019) in two groups. Fused everywhere: it takes `found_inf` and skips on the device."""
+    """AdamW (Loshchilov & Hutter 2019) in two groups. Fused, as that skips a step on the device."""
     decay = decays(model)
     named = dict(model.named_parameters())  # a tied weight once, under its first name
     groups = [
@@ -47,4 +47,3 @@ def learning_rate(step: int, config: OptimConfig) -> float:
     progress = min(max(step - begin, 0) / (last - begin), 1.0) if last > begin else 1.0
     shape = {"cosine": 0.5 * (1 + math.cos(math.pi * progress)), "wsd": 1 - progress}[config.schedule]
     return config.min_lr + shape * (config.lr - config.min_lr)
-

@@ -63,7 +63,9 @@ def start(config: Config) -> tuple[Config, Runtime]:
     if problem:
         raise ConfigError(f"--kernel triton: {problem}")
     if config.run.compile and kind == "cpu" and not any(map(shutil.which, ("g++", "clang++", "c++", "cl"))):
-        raise ConfigError("--compile needs a C++ compiler on the CPU, and none was found; install g++ or leave it out")
+        raise ConfigError(
+            "--compile needs a C++ compiler on the CPU, and none was found; install g++ or leave it out"
+        )
     if world > 1:
         dist.init_process_group("nccl" if kind == "cuda" else "gloo")
         return config, Runtime(device, dist.get_rank(), world)
@@ -81,7 +83,9 @@ def choose_device(asked: str) -> str:
         return next(kind for kind in ("cuda", "mps", "cpu") if have[kind])
     if not have[asked]:
         usable = ", ".join(kind for kind in have if have[kind])
-        raise ConfigError(f"device is {asked}, but torch {torch.__version__} finds none here; usable: auto, {usable}")
+        raise ConfigError(
+            f"device is {asked}, but torch {torch.__version__} finds none here; usable: auto, {usable}"
+        )
     return asked
 
 

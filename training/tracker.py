@@ -52,12 +52,16 @@ class Tracker:
         except Exception as e:
             self.run = None
             reason = str(e).strip().partition("\n")[0] or type(e).__name__
-            print(f"wandb failed ({reason}); training goes on, and {self.path} has everything", file=sys.stderr)
+            print(
+                f"wandb failed ({reason}); training goes on, and {self.path} has everything", file=sys.stderr
+            )
 
     def start_wandb(self, run_dir: Path, config: Config, facts: dict[str, Any]) -> None:
         if config.run.wandb == "offline":
             for name in ("CACHE", "CONFIG", "DATA"):
-                os.environ.setdefault(f"WANDB_{name}_DIR", str(run_dir.parent.absolute() / ".cache" / "wandb"))
+                os.environ.setdefault(
+                    f"WANDB_{name}_DIR", str(run_dir.parent.absolute() / ".cache" / "wandb")
+                )
         import wandb
 
         if config.run.wandb == "online" and not (os.environ.get("WANDB_API_KEY") or wandb.api.api_key):

@@ -75,7 +75,9 @@ class Trainer:
         self.observed = Observed(self.model)
         if self.config.run.compile:
             self.observed.compile()
-        return replicate(self.observed, self.runtime) if self.runtime.world > 1 and not fsdp else self.observed
+        return (
+            replicate(self.observed, self.runtime) if self.runtime.world > 1 and not fsdp else self.observed
+        )
 
     def rows(self, micro_step: int) -> range:
         """This process's rows of the global batch in one micro-batch."""
@@ -183,7 +185,10 @@ class Trainer:
         """Optimizer and scaler as `state` gave them, on any number of processes."""
         for name, p in self.model.named_parameters():
             moments = trainer["optimizer"][name]
-            own = {k: torch.zeros_like(p) if v.ndim else torch.zeros((), device=p.device) for k, v in moments.items()}
+            own = {
+                k: torch.zeros_like(p) if v.ndim else torch.zeros((), device=p.device)
+                for k, v in moments.items()
+            }
             for key, value in moments.items():
                 assign(own[key], value)
             self.optimizer.state[p] = own
