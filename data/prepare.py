@@ -29,7 +29,7 @@ class Options:
     val_fraction: float = 0.1
     """Share kept for validation. A single text file gives its end; several documents are dealt out whole."""
     workers: int = 0
-    """Processes that tokenize; the result is the same for any number. 0: one per CPU, but a single one for byte
+    """Processes that tokenize; the result is the same for any number. 0: one per CPU, but one for byte
     and char, which are fast."""
     data_dir: Path = DATA_ROOT
     """Where the folder of the data set goes."""

@@ -1,4 +1,4 @@
-"""Which tokens a step sees: every token once an epoch, the same on any number of processes, resumable anywhere."""
+"""Which tokens a step sees: every token once an epoch, whatever the number of processes, from any step on."""
 
 import os
 from pathlib import Path
@@ -35,7 +35,7 @@ def sharded(folder: Path, sizes: list[int]) -> Tokens:
 
 
 def windows(batches: TrainBatches, first: int, count: int) -> np.ndarray:
-    """Inputs of `count` windows of the run from window `first` on, [count, block_size], read one row at a time."""
+    """`count` of the run's windows from window `first` on, read one row at a time: [count, block_size]."""
     rows = [divmod(i, batches.batch_size) for i in range(first, first + count)]
     return np.concatenate([batches.batch(step, range(row, row + 1))[0] for step, row in rows])
 
@@ -165,16 +165,16 @@ def test_batches_are_the_same_whatever_the_shards(tmp_path, counting):
 
 
 def test_batches_are_int64_and_leave_random_states_alone(counting):
-    torch_state, numpy_state = torch.get_rng_state(), np.random.get_state()[1].copy()  # noqa: NPY002
+    torch_state, numpy_state = torch.get_rng_state(), np.random.get_state()[1].copy()
     x, y = TrainBatches(counting(300), block_size=7, batch_size=2, seed=0).batch(0, range(2))
     assert (x.dtype, y.dtype, x.device.type) == (torch.int64, torch.int64, "cpu")
     assert torch.equal(torch.get_rng_state(), torch_state)
-    assert np.array_equal(np.random.get_state()[1], numpy_state)  # noqa: NPY002
+    assert np.array_equal(np.random.get_state()[1], numpy_state)
 
 
 def test_a_context_as_long_as_the_data_is_refused(counting):
     with pytest.raises(
-        DataError, match="context of 64 tokens is longer than the training data.*--block-size 63"
+        DataError, match=r"context of 64 tokens is longer than the training data.*--block-size 63"
     ):
         TrainBatches(counting(64), block_size=64, batch_size=1, seed=0)
     TrainBatches(counting(65), block_size=64, batch_size=1, seed=0)
