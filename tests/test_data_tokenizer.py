@@ -145,7 +145,7 @@ def test_gpt2_does_not_notice_a_seam(gpt2, text, limit):
 
 @pytest.fixture(scope="module")
 def patterns():
-    """How each of tiktoken's encodings splits a text into words; their vocabularies are not needed for that."""
+    """How each of tiktoken's encodings splits a text into words; that takes no vocabulary."""
     with pytest.MonkeyPatch.context() as patch:
         for loader in ("load_tiktoken_bpe", "data_gym_to_mergeable_bpe_ranks"):
             patch.setattr(openai_public, loader, lambda *args, **kwargs: {})
