@@ -1,4 +1,4 @@
-"""python -m data.prepare as a user meets it: results, help, one sentence and exit code 2 for every mistake."""
+"""python -m data.prepare as a user meets it: results, help, one sentence and exit code 2 for a mistake."""
 
 import os
 import subprocess
