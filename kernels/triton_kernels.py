@@ -224,7 +224,12 @@ class Tiles(NamedTuple):
     def of(cls, D):
         block = triton.next_power_of_2(D)
         rows = min(64, max(1, 1024 // block))
-        return cls(rows, block, min(16, max(1, rows * block // (32 * ELEMENTS_PER_THREAD))))
+        return cls(rows, block, min(32, max(1, rows * block // (32 * ELEMENTS_PER_THREAD))))
+
+    @property
+    def options(self):
+        """Compile options. Left alone, ptxas spills 32 warps at half of the registers that they may use."""
+        return {"num_warps": self.warps, "maxnreg": 64 if self.warps == 32 else None}
 
     def count(self, M):
         return triton.cdiv(M, self.rows)
