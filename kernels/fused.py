@@ -128,8 +128,10 @@ def backward_formula(ctx, dr, dy, _):
     """Gradients for the ten arguments of nanonorm::forward."""
     r, s, out_weight, weight, stats = ctx.saved_tensors
     if dy is None:
-        if out_weight is None:  # only the sum was used
-            return dr, dr.to(ctx.s_dtype), *(None,) * 8
+        if out_weight is None:  # of add_norm, only the sum was used
+            return dr, None if dr is None else dr.to(ctx.s_dtype), *(None,) * 8
+        if dr is None:
+            return (None,) * 10
         r = weight = None
     bias_dtype, out_bias_dtype = ctx.bias_dtypes
     shared = out_weight is None and r is not None and ctx.s_dtype == r.dtype

@@ -228,8 +228,8 @@ class Tiles(NamedTuple):
 
     @property
     def options(self):
-        """Compile options. Left alone, ptxas spills 32 warps at half of the registers that they may use."""
-        return {"num_warps": self.warps, "maxnreg": 64 if self.warps == 32 else None}
+        """Compile options. Without a stated limit, ptxas spills before it uses the registers that there are."""
+        return {"num_warps": self.warps, "maxnreg": min(128, 2048 // self.warps)}
 
     def count(self, M):
         return triton.cdiv(M, self.rows)
