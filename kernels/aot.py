@@ -7,8 +7,8 @@ The operators run as they do in training, on a few CPU rows, with the launch rep
 they would have launched is compiled. From the PTX come the accesses to each argument, and from them the
 bytes that one element costs; from the cubin come registers and spills. A row of the table is a fault, and
 the exit status 1, if an element costs other bytes than the physical limit, if a row's accesses are narrower
-than 16 bytes (8 in the narrower of two dtypes), if anything is computed in float64, or if a register is
-spilled at D <= 4096.
+than 16 bytes (8 in the narrower of two dtypes), if anything is computed in float64 or atomically, or if a
+register is spilled at D <= 4096.
 """
 
 import argparse
@@ -69,11 +69,14 @@ class Finding:
     spilled: int  # bytes of stack per thread
     widths: dict  # row argument -> the set of its access widths in bytes
     float64: int  # instructions
+    atomics: int  # instructions
     bytes_per_element: float
 
     def faults(self):
         if self.float64:
             yield f"{self.float64} float64 instructions"
+        if self.atomics:
+            yield f"{self.atomics} atomic instructions: the bits would depend on the order of the programs"
         if self.spilled and self.case.D <= SPILL_FREE_UP_TO:
             yield f"{self.spilled} bytes spilled"
         if self.kernel == "sum_partials":
@@ -222,6 +225,7 @@ def examine(case):
                 spilled=spilled,
                 widths=dict(widths),
                 float64=len(re.findall(r"\.f64", ptx)),
+                atomics=len(re.findall(r"\b(?:atom|red)\.", ptx)),
                 bytes_per_element=moved * threads / (options["ROWS"] * options["BLOCK"]),
             )
         )

@@ -228,7 +228,7 @@ class Tiles(NamedTuple):
 
     @property
     def options(self):
-        """Compile options. Without a stated limit, ptxas spills before it uses the registers that there are."""
+        """Compile options. Not told a limit, ptxas spills with registers still free."""
         return {"num_warps": self.warps, "maxnreg": min(128, 2048 // self.warps)}
 
     def count(self, M):

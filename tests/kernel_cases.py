@@ -111,12 +111,17 @@ def run(function, case, tensors, gradients, **options):
     return results | {"d" + name: t.grad for name, t in leaves.items() if t.grad is not None}
 
 
+def run_exactly(case, tensors, gradients, eps=EPS):
+    """The textbook's results in float64."""
+    double = [{name: t.double() for name, t in group.items()} for group in (tensors, gradients)]
+    return run(textbook, case, *double, eps=eps)
+
+
 def assert_accurate(case, *, impl="triton", tensors=None, gradients=None, outputs=None, eps=EPS):
     """Against float64, at most twice PyTorch's own error in the same dtypes, and a small constant."""
     tensors = tensors or case.inputs()
     gradients = gradients or case.gradients(outputs=outputs)
-    double = [{name: t.double() for name, t in group.items()} for group in (tensors, gradients)]
-    exact = run(textbook, case, *double, eps=eps)
+    exact = run_exactly(case, tensors, gradients, eps=eps)
     pytorch = run(textbook, case, tensors, gradients, eps=eps)
     ours = run(call, case, tensors, gradients, impl=impl, eps=eps)
     assert ours.keys() == pytorch.keys() == exact.keys()
