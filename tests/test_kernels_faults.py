@@ -10,7 +10,18 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from kernel_cases import DEVICE, EPS, FUNCTIONS, Case, assert_accurate, call, run, run_exactly, textbook, worst
+from kernel_cases import (
+    DEVICE,
+    EPS,
+    FUNCTIONS,
+    Case,
+    assert_accurate,
+    call,
+    run,
+    run_exactly,
+    textbook,
+    worst,
+)
 
 import kernels
 from kernels import fused, triton_kernels
