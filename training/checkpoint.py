@@ -242,9 +242,8 @@ def load_model(directory: str | Path, which: str = "latest") -> GPT:
     except (KeyError, TypeError, ValidationError):
         raise CheckpointError(f"{path}/model.safetensors does not say which model it holds") from None
     with torch.device("meta"):
-        model = GPT(config)
-    check_weights(model, weights, path)
-    model.to_empty(device="cpu")
+        check_weights(GPT(config), weights, path)  # before anything of a stranger's size is allocated
+    model = GPT(config)
     with torch.no_grad():
         for name, own in model_weights(model).items():
             own.copy_(weights[name])
