@@ -147,7 +147,8 @@ def broken_weight(trainer: Trainer, squares: Tensor) -> tuple[str, str] | None:
     if not bad:
         return None
     depth, name = bad[0]
-    return places(trainer)[depth], f"the weight {name} is not finite"
+    others = f" (nor are {len(bad) - 1} others)" if len(bad) > 1 else ""
+    return places(trainer)[depth], f"the weight {name} is not finite{others}"
 
 
 def broken_stream(trainer: Trainer, residual_rms: Tensor) -> tuple[str, str] | None:

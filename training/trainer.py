@@ -155,7 +155,7 @@ class Trainer:
         torch.manual_seed(self.config.run.seed * 0x9E3779B97F4A7C15 + place & 0x7FFFFFFFFFFFFFFF)
 
     def row(self, values: dict[str, Tensor], index: int) -> dict[str, float]:
-        """The values of `step(watch=True)` under their names in metrics.jsonl, by one transfer, and `diverged` (0 or 1)."""
+        """What `step(watch=True)` gave, by one transfer, under its names in metrics.jsonl; and `diverged`, 0 or 1."""
         n_layer = self.config.model.n_layer
         names = ["diverged", "train/loss", "train/grad_norm"]
         names += [f"grad_norm/{part}" for part in part_names(n_layer)]
