@@ -22,8 +22,10 @@ from tools.sample import Options as SampleOptions
 from tools.sample import continuations
 from training import folder
 from training.checkpoint import CheckpointError
-from training.clock import Clock
+from training.clock import Clock, peak_rate
+from training.divergence import EXIT_CODE, Diverged, Guard, replay
 from training.keeper import Keeper
+from training.probe import Probe
 from training.runtime import Runtime, start, stop
 from training.tracker import Tracker
 from training.trainer import Trainer
@@ -36,11 +38,16 @@ def main(argv: Sequence[str]) -> None:
                 "name a recipe, as in `python train.py configs/quickstart.toml`; --help lists the flags"
             )
         config = load_config(argv)
+        if config.start.replay:
+            config = load_config([str(Path(config.start.replay, "config.toml")), *argv])
         keep_caches_in(Path(config.run.out_dir))
         config, runtime = start(config)
-        train(config, runtime)
+        (replay if config.start.replay else train)(config, runtime)
     except (ConfigError, DataError, CheckpointError) as e:
         user_error(str(e))
+    except Diverged as e:
+        print(f"\n{e}".rstrip(), file=sys.stderr)
+        raise SystemExit(EXIT_CODE) from None
     finally:
         stop()
 
@@ -58,11 +65,13 @@ def train(config: Config, runtime: Runtime) -> None:
     if runtime.is_main:
         folder.claim(run_dir, config, keeper.progress.step)
         tracker = Tracker(run_dir, config, facts(trainer), keeper.progress.wandb_id)
+    exit_code = 1
     try:
         loop(trainer, keeper, tracker, tell)
+        exit_code = 0
     finally:
         if tracker:
-            tracker.close()
+            tracker.close(exit_code)
     farewell(trainer, dataset, keeper, tell)
 
 
@@ -70,27 +79,36 @@ def loop(trainer: Trainer, keeper: Keeper, tracker: Tracker | None, tell) -> Non
     """Steps, and at their intervals metrics, evaluation and checkpoints, each of which the last step has too."""
     run, optim, progress = trainer.config.run, trainer.config.optim, keeper.progress
     tokens_per_step = optim.batch_size * trainer.block_size
-    clock = Clock(tokens_per_step, progress.step, optim.max_iters)
+    probe = Probe(trainer.model, trainer.windows, trainer.norms)
+    guard = Guard(trainer, keeper.dataset, keeper.run_dir)
 
     def due(step: int, interval: int) -> bool:
-        return step % interval == 0 or step == optim.max_iters
+        return interval > 0 and (step % interval == 0 or step == optim.max_iters)
 
     if progress.step == 0:
-        progress.val_loss = trainer.evaluate()
-        tell(f"step 0: val loss {progress.val_loss:.4f}")
-        emit(tracker, 0, 0, {"val/loss": progress.val_loss})
-        clock.restart(0)
+        at_start(trainer, keeper, probe, tracker, tell)
+    clock = Clock(tokens_per_step, progress.step, optim.max_iters, peak_rate(trainer.model, trainer.runtime))
     while progress.step < optim.max_iters:
         step = progress.step + 1
         watch = step == 1 or due(step, run.log_interval)
+        look, evaluate = due(step, run.probe_interval), due(step, run.eval_interval)
+        save = due(step, run.checkpoint_interval)
+        if look:
+            probe.remember()
         values = trainer.step(progress.step, watch)
-        row = {}
+        row, diverged = trainer.row(values, progress.step) if watch else {}, False
         if watch:
-            row = trainer.row(values, progress.step) | clock.lap(step)
-        if watch or trainer.runtime.device.type == "cpu":
-            stop_if_diverged(trainer, step)
+            diverged = row.pop("diverged")
+            row |= clock.lap(step)
+        elif look or evaluate or save or trainer.runtime.device.type == "cpu":
+            diverged = trainer.diverged.item()
+        if diverged:
+            guard.stop()
         progress.step = step
-        evaluate = due(step, run.eval_interval)
+        if watch:
+            guard.passed(step, row)
+        if look:
+            row |= probe.measure(trainer.scale.scale)
         if evaluate:
             row["val/loss"] = progress.val_loss = trainer.evaluate()
         if row:
@@ -98,21 +116,26 @@ def loop(trainer: Trainer, keeper: Keeper, tracker: Tracker | None, tell) -> Non
             clock.show(step, row, tell)
         improved = evaluate and progress.val_loss < progress.best_loss
         progress.best_loss = min(progress.best_loss, progress.val_loss) if evaluate else progress.best_loss
-        if improved or due(step, run.checkpoint_interval):
+        if improved or save:
             progress.wandb_id = tracker and tracker.wandb_id
             keeper.save()
-        if evaluate or improved:
+        if look or evaluate or save:
             clock.restart(step)
+
+
+def at_start(trainer: Trainer, keeper: Keeper, probe: Probe, tracker: Tracker | None, tell) -> None:
+    """The row of step 0: validation loss and a closer look at the initialization."""
+    keeper.progress.val_loss = trainer.evaluate()
+    tell(f"step 0: val loss {keeper.progress.val_loss:.4f}")
+    row = {"val/loss": keeper.progress.val_loss}
+    if trainer.config.run.probe_interval:
+        row |= probe.measure(trainer.scale.scale)
+    emit(tracker, 0, 0, row)
 
 
 def emit(tracker: Tracker | None, step: int, tokens: int, row: dict) -> None:
     if tracker:
         tracker.log({"iter": step, "tokens": tokens} | row)
-
-
-def stop_if_diverged(trainer: Trainer, step: int) -> None:
-    if trainer.diverged.item():
-        raise ConfigError(f"loss or gradient is not finite by step {step}; the last checkpoint is untouched")
 
 
 def describe(trainer: Trainer, dataset: Dataset, tell) -> None:

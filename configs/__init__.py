@@ -104,6 +104,10 @@ class RunConfig:
     """How several processes (torchrun) share the work: a copy each, or sharded parameters."""
     log_interval: int = 10
     """Steps between rows of metrics."""
+    probe_interval: int = 250
+    """Steps between closer looks (attention, angles, gradients of the stream), also at 0 and at the end; 0: never."""
+    max_loss_rise: float = 3.0
+    """Stop when the loss, after the warm-up, is so many nats above the lowest logged one; 0 lets it rise."""
     eval_interval: int = 250
     """Steps between evaluations; the last step is always evaluated."""
     eval_tokens: int = 100_000
@@ -119,6 +123,9 @@ class RunConfig:
         for name in ("log_interval", "eval_interval", "eval_tokens", "checkpoint_interval"):
             value = getattr(self, name)
             require(value >= 1, f"{name} is {value}; it must be at least 1")
+        for name in ("probe_interval", "max_loss_rise"):
+            value = getattr(self, name)
+            require(0 <= value < math.inf, f"{name} is {value}; it must be a number not below 0")
         require(0 <= self.seed < 2**63, f"seed is {self.seed}; it must be from 0 to 2^63 - 1")
         require(
             re.fullmatch(r"[\w.+=-]*", self.run_name) is not None and self.run_name not in (".", ".."),
@@ -136,10 +143,12 @@ class StartConfig:
     """Delete what the run's folder holds and begin anew."""
     init_from: str = ""
     """A run, checkpoint or converted model whose weights the new run starts from."""
+    replay: str = ""
+    """The folder OUT/diverged that a run left behind: repeat the step that failed, and nothing else."""
 
     def __post_init__(self):
-        chosen = [name for name in ("resume", "overwrite", "init_from") if getattr(self, name)]
-        clash = "resume" in chosen and len(chosen) > 1
+        chosen = [f.name for f in dataclasses.fields(self) if getattr(self, f.name)]
+        clash = len(chosen) > 1 and not {"resume", "replay"}.isdisjoint(chosen)
         require(not clash, f"{' and '.join('--' + c.replace('_', '-') for c in chosen)} exclude each other")
 
 

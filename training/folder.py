@@ -14,7 +14,7 @@ MAY_CHANGE = {  # on resume; everything else decides what the run computes
     "model": {"kernel"},
     "run": {
         *("out_dir", "run_name", "device", "compile", "parallel", "log_interval", "eval_interval"),
-        *("eval_tokens", "checkpoint_interval", "wandb", "wandb_project"),
+        *("eval_tokens", "checkpoint_interval", "wandb", "wandb_project", "probe_interval", "max_loss_rise"),
     },
 }
 

@@ -88,7 +88,8 @@ class Tracker:
             with self.surviving_wandb():
                 self.run.log({k: v for k, v in row.items() if k != "iter"}, step=row["iter"])
 
-    def close(self) -> None:
+    def close(self, exit_code: int) -> None:
+        """Ends wandb's run; any exit code but 0 marks it as failed there."""
         if self.run:
             with self.surviving_wandb():
-                self.run.finish()
+                self.run.finish(exit_code=exit_code)
