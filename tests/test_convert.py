@@ -129,12 +129,15 @@ def test_nanogpts_checkpoint_comes_in_with_its_logits(bias, tmp_path):
     assert (found - expected).abs().max() <= 1e-5
 
 
-def test_a_char_vocabulary_is_that_of_its_corpus(tmp_path, capsys):
+def test_a_vocabulary_must_fit_the_model(tmp_path, capsys):
     torch.save(nanogpt_checkpoint(bias=False), tmp_path / "ckpt.pt")
     (tmp_path / "input.txt").write_text("the quick brown fox j\n", encoding="utf-8")
     char = ["--tokenizer", "char", "--corpus", tmp_path / "input.txt", "-o", tmp_path / "ours"]
     wrong = error_of(capsys, "from-nanogpt", tmp_path / "ckpt.pt", *char)
-    assert "18 different characters, but the model's vocabulary has 23" in wrong
+    assert "18 different tokens, but the model's vocabulary has 23" in wrong
+    byte = ["--tokenizer", "byte", "-o", tmp_path / "ours"]
+    wrong = error_of(capsys, "from-nanogpt", tmp_path / "ckpt.pt", *byte)
+    assert "byte has 257 different tokens, but the model's vocabulary has 23" in wrong
     (tmp_path / "input.txt").write_text("the quick brown fox jumps av\n", encoding="utf-8")
     convert.main([str(a) for a in ("from-nanogpt", tmp_path / "ckpt.pt", *char)])
     capsys.readouterr()
