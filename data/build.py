@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -72,8 +73,8 @@ def prepare(
         raise DataError(f"--workers must not be negative, but is {workers}")
     if workers == 0:
         workers = 1 if tokenizer in ("byte", "char") else os.cpu_count() or 1
-    request = source.describe() | {"tokenizer": tokenizer} | vars(amounts)
     with new_folder(name, root) as folder:
+        request = source.describe() | {"tokenizer": tokenizer} | vars(amounts)
         if not overwrite and is_done(root / name, request):
             print(f"{root / name} is already prepared from this source with this tokenizer: nothing to do")
             return root / name
@@ -215,6 +216,7 @@ def _tasks(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
 
 def _start_worker(tokenizer_meta: dict) -> None:
     global _worker_tokenizer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the first ends the others
     _worker_tokenizer = load_tokenizer(tokenizer_meta)
 
 

@@ -6,6 +6,7 @@ python -m data.prepare hf --name fineweb --path HuggingFaceFW/fineweb-edu --conf
 gpt2
 """
 
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,14 +115,22 @@ def run(command: Stdlib | Text | Hf) -> None:
 def main() -> None:
     description = "Turn text into the token files that train.py reads."
     command = tyro.cli(Command, prog="python -m data.prepare", description=description)
+    code = 0
     try:
         run(command)
-    except (DataError, OSError) as error:
+    except DataError as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        code = 2
     except KeyboardInterrupt:
         print("interrupted; nothing was kept", file=sys.stderr)
-        sys.exit(130)
+        code = 130
+    if isinstance(command, Hf):
+        # All files are closed by now, and pyarrow's reader threads may abort a regular exit after streaming:
+        # https://github.com/apache/arrow/issues/45214
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

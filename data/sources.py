@@ -225,11 +225,8 @@ class HuggingFace:
         return described | {"column": self.column}
 
     def pieces(self) -> Iterator[Piece]:
-        rows = self._load()
         where = f"data set {self.path!r}"
-        if rows.column_names and self.column not in rows.column_names:
-            raise missing_column(self.column, rows.column_names, where)
-        yield from _records(text_of(row, self.column, where) for row in rows)
+        yield from _records(text_of(row, self.column, where) for row in self._load())
 
     def _load(self):
         _keep_caches_here()

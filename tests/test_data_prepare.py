@@ -1,5 +1,6 @@
 """From text to token files: exact contents, the same from any number of workers, whole or not at all."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -206,6 +207,16 @@ def test_a_failing_source_leaves_nothing_and_the_old_data_as_they_were(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["d"]
 
 
+def test_a_full_disk_is_told_and_leaves_nothing(tmp_path, monkeypatch):
+    def full(self, ids):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(TokenFile, "append", full)
+    with pytest.raises(DataError, match=r"preparing .*/d failed: .*No space left on device"):
+        prepare(Documents(("one", "two")), name="d", root=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
 STUCK = """
 import sys, time
 from pathlib import Path
@@ -242,10 +253,11 @@ def test_a_killed_preparation_leaves_no_data_set_and_can_be_repeated(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["d"]
 
 
-def test_a_kill_between_the_two_renames_of_a_replacement_loses_nothing(tmp_path):
+def test_a_kill_between_the_two_renames_of_a_replacement_loses_nothing(tmp_path, monkeypatch):
     source = Documents(("one", "two"))
     before = bins(prepare(source, name="d", root=tmp_path))
     (tmp_path / "d").rename(tmp_path / ".d.replaced")
+    monkeypatch.setattr(Documents, "pieces", None)  # what was there is found, not made again
     assert bins(prepare(source, name="d", root=tmp_path)) == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["d"]
 

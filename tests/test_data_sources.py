@@ -111,7 +111,7 @@ def test_local_text_needs_neither_datasets_nor_pyarrow(tmp_path, monkeypatch):
 
 
 HF = """
-import sys, json
+import json, os, sys
 from data.sources import HuggingFace
 from data.errors import DataError
 for arguments in json.loads(sys.argv[1]):
@@ -119,6 +119,8 @@ for arguments in json.loads(sys.argv[1]):
         print(json.dumps([piece.text for piece in HuggingFace(**arguments).pieces()]))
     except DataError as error:
         print(error)
+sys.stdout.flush()
+os._exit(0)  # as data.prepare does after streaming
 """
 
 
