@@ -149,8 +149,7 @@ def to_hf(options: ToHf) -> None:
     family = family_for(model.config)
     theirs = their_config(family, model.config)
     weights = their_weights(family, model.config, model_weights(model))
-    files, note = vocabulary_files(meta, model.config.block_size)
-    separator = load_tokenizer(meta).separator if files else None
+    files, separator, note = vocabulary_files(meta, model.config.block_size)
     theirs |= {"bos_token_id": separator, "eos_token_id": separator, "pad_token_id": None}
     with written(options, path) as out:
         (out / "config.json").write_text(json.dumps(theirs, indent=2) + "\n", encoding="utf-8")
@@ -190,12 +189,14 @@ def save(out: Path, config: ModelConfig, weights: Weights, tokenizer: dict | Non
     save_model(out, weights, {"model": dataclasses.asdict(config), "tokenizer": tokenizer})
 
 
-def vocabulary_files(meta: dict | None, block_size: int) -> tuple[dict[str, str], str]:
-    """(tokenizer files by name, a sentence about them); none where the tokenizer cannot be had or written."""
+def vocabulary_files(meta: dict | None, block_size: int) -> tuple[dict[str, str], int | None, str]:
+    """(tokenizer files by name, the separator's id, a sentence); no files where they cannot be had or written."""
     try:
-        return tokenizer_files(load_tokenizer(meta), block_size), f"with the tokenizer {meta['name']}"
+        tokenizer = load_tokenizer(meta)
+        files = tokenizer_files(tokenizer, block_size)
     except DataError as e:
-        return {}, f"no tokenizer files: {e}"
+        return {}, None, f"no tokenizer files: {e}"
+    return files, tokenizer.separator, f"with the tokenizer {tokenizer.name}"
 
 
 def named_tokenizer(options: FromNanogpt, vocab_size: int) -> dict[str, Any] | None:
