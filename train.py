@@ -147,7 +147,8 @@ def emit(tracker: Tracker | None, step: int, tokens: int, row: dict) -> None:
 
 def stop_if_diverged(trainer: Trainer, step: int) -> None:
     if trainer.diverged.item():
-        raise ConfigError(f"loss or gradient is not finite by step {step}; the last checkpoint is untouched")
+        message = f"loss or gradient is not finite by step {step}; the last checkpoint is untouched"
+        trainer.runtime.refuse(ConfigError(message))
 
 
 def describe(trainer: Trainer, dataset: Dataset, tell) -> None:

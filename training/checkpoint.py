@@ -335,6 +335,8 @@ def load_model(directory: str | Path, which: str = "latest") -> GPT:
     model = build(about["model"], weights, path)
     check_weights(model, weights, path)
     model.to_empty(device="cpu")
+    if model.config.tie_embeddings:
+        model.head.weight = model.embed.weight  # of which to_empty has made two
     with torch.no_grad():
         for name, param in model.named_parameters():
             param.copy_(weights[name])

@@ -2,9 +2,10 @@
 
 import os
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -78,6 +79,12 @@ class Runtime:
         fine, result = answer[0]
         return result if fine else leave()
 
+    def refuse(self, error: Exception) -> NoReturn:
+        """Raises on the first process a user's error that all have found, and lets the others leave quietly."""
+        if self.is_main:
+            raise error
+        leave()
+
     def on_all(self, work: Callable[[], T]) -> T:
         """What `work` returns here; a user's error on any process is raised on the first that has one, and
         makes all leave."""
@@ -95,8 +102,9 @@ class Runtime:
         return leave() if any(failed) else result
 
 
-def leave() -> None:
-    """Ends a process whose user's error another process tells."""
+def leave() -> NoReturn:
+    """Ends a process whose user's error another process tells: late, as torchrun ends all with the first."""
+    time.sleep(10)
     raise SystemExit(2)
 
 
