@@ -5,6 +5,7 @@ checkpoint that carries it can be sampled from on a machine without the data.
 """
 
 import os
+import sys
 import threading
 from functools import cached_property
 from pathlib import Path
@@ -52,21 +53,22 @@ class CharTokenizer:
         self.meta = {"name": "char", "characters": self.characters}
 
     @cached_property
-    def _code_points(self) -> np.ndarray:
-        return _code_points(self.characters)
+    def _id_of(self) -> np.ndarray:
+        """The id of every code point, `vocab_size` for those outside the alphabet: uint32 [0x110000]."""
+        table = np.full(sys.maxunicode + 1, self.vocab_size, np.uint32)
+        table[_code_points(self.characters)] = np.arange(self.vocab_size)
+        return table
 
     def encode_array(self, text: str) -> np.ndarray:
         """Ids as an unsigned integer array [n]. Raises DataError for a character that the alphabet lacks."""
-        wanted = _code_points(text)
-        ids = np.searchsorted(self._code_points, wanted)
-        known = self._code_points[np.minimum(ids, self.vocab_size - 1)] == wanted
-        if not known.all():
-            unknown = chr(wanted[known.argmin()])
+        ids = self._id_of[_code_points(text)]
+        unknown = ids == self.vocab_size
+        if unknown.any():
             raise DataError(
-                f"the character {unknown!r} is not among the {self.vocab_size} of this char tokenizer; "
-                f"use only characters of its corpus: {self.characters!r}"
+                f"the character {text[unknown.argmax()]!r} is not among the {self.vocab_size} of this char "
+                f"tokenizer; use only characters of its corpus: {self.characters!r}"
             )
-        return ids.astype(np.uint32)
+        return ids
 
     def encode(self, text: str) -> list[int]:
         return self.encode_array(text).tolist()

@@ -332,18 +332,15 @@ def load_model(directory: str | Path, which: str = "latest") -> GPT:
     """
     path = find(directory, which)
     weights, about = read_model(path)
-    model = build(about["model"], weights, path)
-    check_weights(model, weights, path)
-    model.to_empty(device="cpu")
-    if model.config.tie_embeddings:
-        model.head.weight = model.embed.weight  # of which to_empty has made two
+    check_weights(sketch(about["model"], weights, path), weights, path)
+    model = GPT(ModelConfig(**about["model"]))
     with torch.no_grad():
         for name, param in model.named_parameters():
             param.copy_(weights[name])
     return model.eval()
 
 
-def build(described: dict[str, Any], weights: dict[str, Tensor], path: Path) -> GPT:
+def sketch(described: dict[str, Any], weights: dict[str, Tensor], path: Path) -> GPT:
     """The model that a header describes, on the meta device, where a lie about its size costs nothing."""
     problem = f"{path}/model.safetensors describes a model that cannot be built"
     try:
