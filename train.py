@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,11 @@ from configs import Config, ConfigError, load_config, replace, user_error
 from data import DataError, Dataset, check_token_range, ensure_prepared, open_dataset
 from tools.sample import Options as SampleOptions
 from tools.sample import continuations
-from training.clock import Clock
+from training.clock import Clock, peak_rate
+from training.divergence import EXIT_CODE, Diverged, Guard, replay
 from training.folder import RunFolder
 from training.keeper import Keeper
+from training.probe import Probe
 from training.runtime import USER_ERRORS, Runtime, leave, lost_peer, start, stop
 from training.stop import EXIT_INTERRUPTED, EXIT_STOPPED, EXIT_UNSAVED, StopRequest
 from training.tracker import Tracker
@@ -39,13 +41,18 @@ def main(argv: Sequence[str]) -> None:
                 "name a recipe, as in `python train.py configs/quickstart.toml`; --help lists the flags"
             )
         config = load_config(argv)
+        if config.start.replay:
+            config = load_config([str(Path(config.start.replay, "config.toml")), *argv])
         keep_caches_in(Path(config.run.out_dir))
         config, runtime = start(config)
-        train(config, runtime)
+        (replay if config.start.replay else train)(config, runtime)
     except USER_ERRORS as e:
         if runtime is None and os.environ.get("LOCAL_RANK", "0") != "0":
             leave()  # the first process of this machine has found the same
         user_error(str(e))
+    except Diverged as e:
+        print(f"\n{e}", file=sys.stderr)
+        raise SystemExit(EXIT_CODE) from None
     except RuntimeError as e:
         if not lost_peer(e):
             raise
@@ -74,13 +81,19 @@ def train(config: Config, runtime: Runtime) -> None:
         folder.release()
 
 
-def tracking(trainer: Trainer, keeper: Keeper) -> contextlib.AbstractContextManager[Tracker | None]:
-    """The tracker, on the first process."""
+@contextlib.contextmanager
+def tracking(trainer: Trainer, keeper: Keeper) -> Iterator[Tracker | None]:
+    """The tracker, on the first process; what ends in an exception is marked as failed."""
     if not trainer.runtime.is_main:
-        return contextlib.nullcontext()
-    return contextlib.closing(
-        Tracker(keeper.folder.path, trainer.config, facts(trainer), keeper.progress.wandb_id)
-    )
+        yield None
+        return
+    tracker = Tracker(keeper.folder.path, trainer.config, facts(trainer), keeper.progress.wandb_id)
+    exit_code = 1
+    try:
+        yield tracker
+        exit_code = 0
+    finally:
+        tracker.close(exit_code)
 
 
 def settle(trainer: Trainer, dataset: Dataset, keeper: Keeper, request: StopRequest, tell) -> None:
@@ -103,52 +116,64 @@ def loop(trainer: Trainer, keeper: Keeper, tracker: Tracker | None, request: Sto
     """
     run, optim, progress = trainer.config.run, trainer.config.optim, keeper.progress
     tokens_per_step = optim.batch_size * trainer.block_size
-    clock = Clock(tokens_per_step, progress.step, optim.max_iters)
+    probe = Probe(trainer.model, trainer.windows, trainer.norms)
+    guard = Guard(trainer, keeper.dataset, keeper.folder.path)
 
     def due(step: int, interval: int) -> bool:
-        return step % interval == 0 or step == optim.max_iters
+        return interval > 0 and (step % interval == 0 or step == optim.max_iters)
 
     if progress.step == 0:
-        progress.val_loss = trainer.evaluate()
-        tell(f"step 0: val loss {progress.val_loss:.4f}")
-        emit(tracker, 0, 0, {"val/loss": progress.val_loss})
-        clock.restart(0)
+        at_start(trainer, keeper, probe, tracker, tell)
+    clock = Clock(tokens_per_step, progress.step, optim.max_iters, peak_rate(trainer.model, trainer.runtime))
     stopping = False
     while progress.step < optim.max_iters and not stopping:
         step = progress.step + 1
         watch = step == 1 or due(step, run.log_interval)
+        look, evaluate = due(step, run.probe_interval), due(step, run.eval_interval)
+        if look:
+            probe.remember()
         values = trainer.step(progress.step, watch)
-        row = {}
-        if watch:
-            row = trainer.row(values, progress.step) | clock.lap(step)
         stopping, overdue = trainer.runtime.any(request.signal is not None, keeper.overdue())
-        saving = stopping or overdue or due(step, run.checkpoint_interval)
-        if watch or saving or trainer.runtime.device.type == "cpu":
-            stop_if_diverged(trainer, step)
+        save = stopping or overdue or due(step, run.checkpoint_interval)
+        row, diverged = trainer.row(values, progress.step) if watch else {}, False
+        if watch:
+            diverged = row.pop("diverged")
+            row |= clock.lap(step)
+        elif look or evaluate or save or trainer.runtime.device.type == "cpu":
+            diverged = trainer.diverged.item()
+        if diverged:
+            guard.stop()
         progress.step = step
-        improved, evaluating = False, due(step, run.eval_interval)
-        if evaluating:
+        if watch:
+            guard.passed(step, row)
+        if look:
+            row |= probe.measure(trainer.scale.scale)
+        if evaluate:
             row["val/loss"] = trainer.evaluate()
-            improved = progress.evaluated(row["val/loss"])
+            save = progress.evaluated(row["val/loss"]) or save
         if row:
             emit(tracker, step, step * tokens_per_step, row)
             clock.show(step, row, tell)
-        if improved or saving:
+        if save:
             progress.wandb_id = tracker and tracker.wandb_id
             keeper.save()
-        if evaluating or saving:
+        if look or evaluate or save:
             clock.restart(step)
+
+
+def at_start(trainer: Trainer, keeper: Keeper, probe: Probe, tracker: Tracker | None, tell) -> None:
+    """The row of step 0: validation loss and a closer look at the initialization."""
+    keeper.progress.val_loss = trainer.evaluate()
+    tell(f"step 0: val loss {keeper.progress.val_loss:.4f}")
+    row = {"val/loss": keeper.progress.val_loss}
+    if trainer.config.run.probe_interval:
+        row |= probe.measure(trainer.scale.scale)
+    emit(tracker, 0, 0, row)
 
 
 def emit(tracker: Tracker | None, step: int, tokens: int, row: dict) -> None:
     if tracker:
         tracker.log({"iter": step, "tokens": tokens} | row)
-
-
-def stop_if_diverged(trainer: Trainer, step: int) -> None:
-    if trainer.diverged.item():
-        message = f"loss or gradient is not finite by step {step}; the last checkpoint is untouched"
-        trainer.runtime.refuse(ConfigError(message))
 
 
 def describe(trainer: Trainer, dataset: Dataset, tell) -> None:
@@ -166,6 +191,11 @@ def describe(trainer: Trainer, dataset: Dataset, tell) -> None:
         f"on     {runtime.device.type}, {model.dtype}, stream in {model.residual_dtype}, kernels {model.kernel}"
         f"{', compiled' if config.run.compile else ''}; seed {config.run.seed}"
     )
+    if model.norm == "batchnorm":
+        tell(
+            "warning: batchnorm leaks: in training, every prediction sees later tokens and other sequences through the "
+            "statistics, so the training loss means little; read val/loss, which uses running statistics"
+        )
 
 
 def facts(trainer: Trainer) -> dict[str, Any]:

@@ -105,6 +105,10 @@ class RunConfig:
     """How several processes (torchrun) share the work: a copy each, or sharded parameters."""
     log_interval: int = 10
     """Steps between rows of metrics."""
+    probe_interval: int = 250
+    """Steps between closer looks (attention, angles, gradients of the stream), also at 0 and at the end; 0: never."""
+    max_loss_rise: float = 3.0
+    """Stop when the loss, after the warm-up, is so many nats above the lowest logged one; 0 lets it rise."""
     eval_interval: int = 250
     """Steps between evaluations; the last step is always evaluated."""
     eval_tokens: int = 100_000
@@ -130,10 +134,9 @@ class RunConfig:
         ):
             value = getattr(self, name)
             require(value >= 1, f"{name} is {value}; it must be at least 1")
-        require(
-            0 <= self.checkpoint_minutes < math.inf,
-            f"checkpoint_minutes is {self.checkpoint_minutes}; it must be a number not below 0",
-        )
+        for name in ("checkpoint_minutes", "probe_interval", "max_loss_rise"):
+            value = getattr(self, name)
+            require(0 <= value < math.inf, f"{name} is {value}; it must be a number not below 0")
         require(0 <= self.seed < 2**63, f"seed is {self.seed}; it must be from 0 to 2^63 - 1")
         require(
             re.fullmatch(r"[\w.+=-]*", self.run_name) is not None and self.run_name not in (".", ".."),
@@ -151,10 +154,12 @@ class StartConfig:
     """Delete what the run's folder holds and begin anew."""
     init_from: str = ""
     """A run, checkpoint or converted model whose weights the new run starts from."""
+    replay: str = ""
+    """The folder OUT/diverged that a run left behind: repeat the step that failed, and nothing else."""
 
     def __post_init__(self):
-        chosen = [name for name in ("resume", "overwrite", "init_from") if getattr(self, name)]
-        clash = "resume" in chosen and len(chosen) > 1
+        chosen = [f.name for f in dataclasses.fields(self) if getattr(self, f.name)]
+        clash = len(chosen) > 1 and not {"resume", "replay"}.isdisjoint(chosen)
         require(not clash, f"{' and '.join('--' + c.replace('_', '-') for c in chosen)} exclude each other")
 
 
@@ -259,10 +264,13 @@ def parse_flags(argv: Sequence[str], base: Config, prog: str) -> dict:
     return dataclasses.asdict(ask_tyro(flags, argv, f"{prog} [RECIPE.toml]", __help__))
 
 
-def command_line(cls: type, argv: Sequence[str], prog: str) -> Any:
-    """An instance of a tool's pydantic dataclass of options from its flags. Raises ConfigError."""
+def command_line(cls: Any, argv: Sequence[str], prog: str, description: str | None = None) -> Any:
+    """An instance of a tool's pydantic dataclass of options from its flags. Raises ConfigError.
+
+    A union of dataclasses is a choice of subcommands, and wants a description of the tool.
+    """
     try:
-        return ask_tyro(cls, argv, prog, cls.__doc__)
+        return ask_tyro(cls, argv, prog, description or cls.__doc__)
     except ValidationError as e:
         raise ConfigError("; ".join(explain(error, "") for error in e.errors())) from None
 

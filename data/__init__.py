@@ -32,7 +32,9 @@ __all__ = [
 ]
 
 
-@pydantic.dataclasses.dataclass(frozen=True, config=pydantic.ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True))
+@pydantic.dataclasses.dataclass(
+    frozen=True, config=pydantic.ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
+)
 class DataConfig:
     """Which text."""
 

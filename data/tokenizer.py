@@ -92,6 +92,11 @@ class TiktokenTokenizer:
         self.vocab_size = self._encoding.n_vocab
         self.separator = self._encoding.eot_token
 
+    @property
+    def mergeable_ranks(self) -> dict[bytes, int]:
+        """Every token's bytes but the special ones', to its id."""
+        return self._encoding._mergeable_ranks
+
     def encode_array(self, text: str) -> np.ndarray:
         """Ids as an unsigned integer array [n]; special tokens' names inside the text are ordinary text."""
         return np.array(self._encoding.encode_ordinary(text), np.uint32)
@@ -122,9 +127,13 @@ def check_tokenizer_name(name: str) -> None:
         )
 
 
-def load_tokenizer(meta: dict) -> Tokenizer:
-    """The tokenizer that `meta` describes. Raises DataError for an unknown one, or one that cannot be
+def load_tokenizer(meta: dict | None) -> Tokenizer:
+    """The tokenizer that `meta` describes. Raises DataError for none, an unknown one, or one that cannot be
     fetched."""
+    if meta is None:
+        raise DataError(
+            "this model was saved without a tokenizer, so there is no way from text to ids and back"
+        )
     name = meta.get("name") if isinstance(meta, dict) else None
     if name == "byte":
         return ByteTokenizer()

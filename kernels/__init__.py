@@ -60,9 +60,7 @@ def norm_add(x, s, weight, bias=None, *, kind, eps, impl="auto"):
     return backend(impl, x).norm_add(x, s, weight, bias, kind=kind, eps=eps)
 
 
-def norm_add_norm(
-    x, s, out_weight, out_bias, weight, bias, *, kind, eps, out_dtype=None, impl="auto"
-):
+def norm_add_norm(x, s, out_weight, out_bias, weight, bias, *, kind, eps, out_dtype=None, impl="auto"):
     """(r, N(r)) with r = x + N_out(s); N(r) in out_dtype, by default s's."""
     out_dtype = out_dtype or s.dtype
     check(x, s, kind, eps, out_dtype, out_weight=out_weight, out_bias=out_bias, weight=weight, bias=bias)

@@ -159,7 +159,7 @@ def assert_refused(done: subprocess.CompletedProcess, says: str) -> None:
         ("--n-head 5", "n_embd 32 does not divide into n_head 5 heads"),
         ("--pos rope --head-dim 3", "needs an even head_dim"),
         ("--warmup-iters 120", "warmup_iters 120 is not shorter than max_iters 120"),
-        ("--block-size 10000", "10000"),
+        ("--block-size 100000", "100000"),
         ("--micro-batch-size 3", "batch_size 8 does not divide among one process of micro_batch_size 3"),
         ("--vocab-size 5", "--vocab-size"),
         ("--dataset nowhere", "nowhere"),

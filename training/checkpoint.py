@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from pydantic import ConfigDict, ValidationError
@@ -67,7 +67,10 @@ class Progress:
         return improved
 
 
-@dataclass(config=ConfigDict(extra="forbid", arbitrary_types_allowed=True))
+PLAIN = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+
+
+@dataclass(config=PLAIN)
 class TrainerState:
     """What trainer.pt holds, in plain containers that `torch.load(weights_only=True)` accepts."""
 
@@ -79,6 +82,9 @@ class TrainerState:
     config: dict[str, dict[str, bool | int | float | str | None]]
     data: str
     """Fingerprint of the data."""
+
+
+State = TypeVar("State", bound=TrainerState)
 
 
 def warn(message: str) -> None:
@@ -139,8 +145,10 @@ def save_model(path: Path, weights: dict, about: dict) -> None:
 
 
 def model_weights(model: GPT) -> dict[str, Tensor]:
-    """The parameters by name, a tied weight once, under its first name."""
-    return {name: p.detach() for name, p in model.named_parameters()}
+    """What a checkpoint holds, by name: the parameters, a tied one once, and BatchNorm's running statistics."""
+    saved = model.state_dict().keys()
+    buffers = {name: b for name, b in model.named_buffers() if name in saved}
+    return {name: p.detach() for name, p in model.named_parameters()} | buffers
 
 
 def sync(path: Path) -> None:
@@ -271,11 +279,11 @@ def select(run_dir: Path, paths: list[Path], tell: Callable[[str], None]) -> Che
     raise CheckpointError(f"{run_dir} holds no whole checkpoint" + "".join(f"; {d}" for d in damage))
 
 
-def load_trainer(checkpoint: Checkpoint) -> TrainerState:
+def load_trainer(checkpoint: Checkpoint, kind: type[State] = TrainerState) -> State:
     """trainer.pt, with nothing unpickled but tensors and plain containers. Raises CheckpointError."""
     file = checkpoint.path / "trainer.pt"
     try:
-        state = TrainerState(**torch.load(file, map_location="cpu", weights_only=True))
+        state = kind(**torch.load(file, map_location="cpu", weights_only=True))
     except ValidationError as e:
         raise CheckpointError(
             f"{file} is not what nanonorm saves: {e.errors()[0]['loc'][0]} is wrong"
@@ -335,8 +343,8 @@ def load_model(directory: str | Path, which: str = "latest") -> GPT:
     check_weights(sketch(about["model"], weights, path), weights, path)
     model = GPT(ModelConfig(**about["model"]))
     with torch.no_grad():
-        for name, param in model.named_parameters():
-            param.copy_(weights[name])
+        for name, own in model_weights(model).items():
+            own.copy_(weights[name])
     return model.eval()
 
 
@@ -359,7 +367,7 @@ def sketch(described: dict[str, Any], weights: dict[str, Tensor], path: Path) ->
 
 def check_weights(model: GPT, weights: dict[str, Tensor], path: Path) -> None:
     """Raises CheckpointError that names the first weight that is missing, unknown or of another shape."""
-    own = dict(model.named_parameters())
+    own = model_weights(model)
     for name in sorted(own.keys() | weights.keys()):
         if name not in weights:
             raise CheckpointError(f"{path} lacks the weight {name}, which this model has")
@@ -368,7 +376,7 @@ def check_weights(model: GPT, weights: dict[str, Tensor], path: Path) -> None:
         if own[name].shape != weights[name].shape:
             have, want = tuple(weights[name].shape), tuple(own[name].shape)
             raise CheckpointError(f"{path}: {name} has shape {have}, and this model wants {want}")
-        if not weights[name].is_floating_point():
+        if own[name].is_floating_point() != weights[name].is_floating_point():
             raise CheckpointError(
                 f"{path}: {name} holds {weights[name].dtype}, and weights are floating-point"
             )

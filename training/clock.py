@@ -1,13 +1,62 @@
-"""Throughput, and the line on the screen."""
+"""Throughput, as tokens and as a share of the device's peak, and the line on the screen."""
 
+import re
 import time
+
+import torch
+
+from model import GPT, Linear
+from training.runtime import Runtime
+
+# Dense bfloat16 FLOP/s with float32 accumulation, from the vendors' data sheets; the first name that fits counts.
+PEAK_FLOPS = {
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L40": 181e12,
+    "L4": 121e12,
+    "A10": 125e12,
+    "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
+    "MI300X": 1307e12,
+}
+
+
+def peak_flops(device_name: str) -> float | None:
+    """The device's peak, where it is known; a laptop's or a part of a GPU (MIG) is another device."""
+    if re.search(r"\b(Laptop|MIG)\b", device_name):
+        return None
+    return next((f for name, f in PEAK_FLOPS.items() if re.search(rf"\b{name}\b", device_name)), None)
+
+
+def flops_per_token(model: GPT) -> int:
+    """FLOPs of forward and backward per token: 6 for each weight of a matrix product, 12 T per head feature.
+
+    Chowdhery et al. 2022, "PaLM", appendix B: 6N + 12 L H Q T, the causal half of attention counted in full.
+    N here is what tokens are multiplied with: the head, but neither embeddings nor norms.
+    """
+    config = model.config
+    weights = sum(m.weight.numel() for m in model.modules() if isinstance(m, Linear))
+    return 6 * weights + 12 * config.n_layer * config.n_head * config.head_width * config.block_size
+
+
+def peak_rate(model: GPT, runtime: Runtime) -> float | None:
+    """Tokens per second of all processes at their devices' peak; None where that is not known."""
+    if runtime.device.type != "cuda" or model.compute_dtype not in (torch.bfloat16, torch.float16):
+        return None
+    peak = peak_flops(torch.cuda.get_device_name(runtime.device))
+    return peak and peak * runtime.world / flops_per_token(model)
 
 
 class Clock:
     """Throughput since the last look, and a line on the screen at most every two seconds."""
 
-    def __init__(self, tokens_per_step: int, step: int, last: int):
-        self.tokens_per_step, self.last = tokens_per_step, last
+    def __init__(self, tokens_per_step: int, step: int, last: int, peak_rate: float | None = None):
+        self.tokens_per_step, self.last, self.peak_rate = tokens_per_step, last, peak_rate
         self.rate, self.shown = 0.0, 0.0
         self.restart(step)
 
@@ -19,7 +68,8 @@ class Clock:
         steps, seconds = step - self.step, time.perf_counter() - self.time
         self.restart(step)
         self.rate = steps * self.tokens_per_step / seconds
-        return {"perf/tokens_per_s": self.rate, "perf/step_ms": 1000 * seconds / steps}
+        row = {"perf/tokens_per_s": self.rate, "perf/step_ms": 1000 * seconds / steps}
+        return row | ({"perf/mfu": self.rate / self.peak_rate} if self.peak_rate else {})
 
     def show(self, step: int, row: dict, tell) -> None:
         now = time.perf_counter()

@@ -3,7 +3,7 @@
 Depths are named after the branch whose join they follow: `embed`, `layer_00.attn`, `layer_00.mlp`, ...
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -66,25 +66,25 @@ def mean_square(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32)).square().mean()
 
 
-class GradientNorms:
-    """Squared gradient norms per parameter, in one foreach pass; sums over the shards of FSDP."""
+class PartNorms:
+    """L2 norms of tensors that are shaped like the parameters, in one foreach pass; sums over FSDP's shards."""
 
     def __init__(self, model: GPT, runtime: Runtime):
-        _, self.params, part_of = zip(*parts(model), strict=True)
-        names = part_names(model.config.n_layer)
-        self.index = torch.tensor([names.index(p) for p in part_of], device=runtime.device)
-        self.n_parts, self.runtime = len(names), runtime
+        self.names, self.params, part_of = zip(*parts(model), strict=True)
+        self.parts = part_names(model.config.n_layer)
+        self.index = torch.tensor([self.parts.index(p) for p in part_of], device=runtime.device)
+        self.runtime = runtime
         self.sharded = any(isinstance(p, DTensor) for p in self.params)
 
-    def squares(self) -> Tensor:
-        """Squared L2 norm of every parameter's gradient, float32 [number of parameters]."""
-        norms = torch._foreach_norm([local(p.grad) for p in self.params])
+    def squares(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Squared L2 norm of each tensor, one per parameter, float32 [number of parameters]."""
+        norms = torch._foreach_norm([local(t) for t in tensors])
         squares = torch.stack([n.float() for n in norms]).square()
         return self.runtime.sum(squares) if self.sharded else squares
 
     def by_part(self, squares: Tensor) -> Tensor:
         """L2 norms of the parts in the order of `part_names`."""
-        return torch.zeros(self.n_parts, device=squares.device).index_add_(0, self.index, squares).sqrt()
+        return torch.zeros(len(self.parts), device=squares.device).index_add_(0, self.index, squares).sqrt()
 
 
 def local(t: Tensor) -> Tensor:

@@ -21,11 +21,7 @@ MAY_CHANGE = {  # on resume; everything else decides what the run computes
     "optim": {"max_iters", "micro_batch_size"},
     "run": {f.name for f in dataclasses.fields(RunConfig)} - {"seed"},
 }
-UNFINISHED = {
-    "checkpoints",
-    ".config.toml",
-    ".launch",
-}  # what a start leaves that is killed before config.toml
+UNFINISHED = {"checkpoints", ".config.toml", ".launch"}  # what a start leaves that is killed too early
 
 
 class RunFolder:

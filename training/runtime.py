@@ -79,11 +79,11 @@ class Runtime:
         fine, result = answer[0]
         return result if fine else leave()
 
-    def refuse(self, error: Exception) -> NoReturn:
-        """Raises on the first process a user's error that all have found, and lets the others leave quietly."""
+    def refuse(self, error: Exception, exit_code: int) -> NoReturn:
+        """Raises on the first process an error that all have found; the others leave quietly, with its exit code."""
         if self.is_main:
             raise error
-        leave()
+        leave(exit_code)
 
     def on_all(self, work: Callable[[], T]) -> T:
         """What `work` returns here; a user's error on any process is raised on the first that has one, and
@@ -102,10 +102,10 @@ class Runtime:
         return leave() if any(failed) else result
 
 
-def leave() -> NoReturn:
-    """Ends a process whose user's error another process tells: late, as torchrun ends all with the first."""
+def leave(exit_code: int = 2) -> NoReturn:
+    """Ends a process whose error another process tells: late, as torchrun ends all with the first that ends."""
     time.sleep(10)
-    raise SystemExit(2)
+    raise SystemExit(exit_code)
 
 
 def lost_peer(error: RuntimeError) -> bool:
@@ -126,6 +126,11 @@ def start(config: Config) -> tuple[Config, Runtime]:
             )
         torch.cuda.set_device(local_rank)
     device = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
+    if config.model.norm == "batchnorm" and world > 1 and kind != "cuda":
+        raise ConfigError(
+            f"norm is batchnorm, whose statistics are pooled over processes on CUDA only, and {world} processes "
+            f"run on {kind}; start one"
+        )
     check_division(config, world)
     config = replace(config, "model", dtype=choose_dtype(config.model.dtype, device))
     problem = kernels.triton_problem(device) if config.model.kernel == "triton" else None

@@ -110,9 +110,10 @@ class Tracker:
             if not told:
                 print(f"{self.path} cannot be written ({e.strerror}); training goes on", file=sys.stderr)
 
-    def close(self) -> None:
+    def close(self, exit_code: int) -> None:
+        """Ends wandb's run; any exit code but 0 marks it as failed there."""
         if self.unwritten:
             self.append(b"")
         if self.run:
             with self.surviving_wandb():
-                self.run.finish()
+                self.run.finish(exit_code=exit_code)

@@ -15,9 +15,9 @@ from configs import Config
 from data import EvalWindows, TrainBatches
 from data.dataset import Dataset
 from model import GPT
-from training.checkpoint import CheckpointError
-from training.distributed import assign, replicate, shard, synchronized, whole
-from training.dynamics import GradientNorms, Observed, depth_names, part_names
+from training.checkpoint import CheckpointError, model_weights
+from training.distributed import assign, pool_statistics, replicate, shard, synchronized, whole
+from training.dynamics import Observed, PartNorms, depth_names, part_names
 from training.optimizer import learning_rate, make_optimizer
 from training.runtime import Runtime, accumulation
 
@@ -41,12 +41,14 @@ class LossScale:
         start = torch.tensor(SCALE_START if dynamic else 1.0, device=device)
         return cls(start, torch.zeros((), dtype=torch.int64, device=device), dynamic)
 
-    def update(self, bad: Tensor) -> None:
+    def update(self, bad: Tensor, hold: Tensor) -> None:
+        """bad: the gradient is not finite; hold: the run has failed, and its state is to stay (bool scalars)."""
         if self.dynamic:
             good = torch.where(bad, 0, self.good_steps + 1)
             grown = torch.where(good % SCALE_INTERVAL == 0, 2.0, 1.0)
-            self.scale *= torch.where(bad, 0.5, torch.where(good > 0, grown, 1.0))
-            self.good_steps.copy_(good)
+            factor = torch.where(bad, 0.5, torch.where(good > 0, grown, 1.0))
+            self.scale *= torch.where(hold, 1.0, factor)
+            self.good_steps.copy_(torch.where(hold, self.good_steps, good))
 
 
 class Trainer:
@@ -54,20 +56,27 @@ class Trainer:
         self.config, self.runtime = config, runtime
         optim, self.block_size = config.optim, config.model.block_size
         self.accumulation, self.micro_batch = accumulation(config, runtime.world)
-        self.batches = TrainBatches(
-            dataset.train, block_size=self.block_size, batch_size=optim.batch_size, seed=config.run.seed
-        )
-        self.windows = EvalWindows(dataset.val, block_size=self.block_size, max_tokens=config.run.eval_tokens)
+        self.open(dataset)
         torch.manual_seed(config.run.seed)
         self.model = GPT(config.model).to(runtime.device)
         self.module = self.wrap()
         self.optimizer = make_optimizer(self.model, optim)
         self.scale = LossScale.make(config.model.dtype, runtime.device)
-        self.norms = GradientNorms(self.model, runtime)
+        self.norms = PartNorms(self.model, runtime)
         self.max_norm = optim.grad_clip or math.inf
-        self.diverged = torch.zeros((), dtype=torch.bool, device=runtime.device)
+        self.loss_limit = torch.tensor(math.inf, device=runtime.device)
+        self.failed_step = torch.tensor(-1, device=runtime.device)
+
+    def open(self, dataset: Dataset) -> None:
+        """Where batches come from; a replay has another source."""
+        optim, run = self.config.optim, self.config.run
+        self.batches = TrainBatches(
+            dataset.train, block_size=self.block_size, batch_size=optim.batch_size, seed=run.seed
+        )
+        self.windows = EvalWindows(dataset.val, block_size=self.block_size, max_tokens=run.eval_tokens)
 
     def wrap(self) -> torch.nn.Module:
+        pool_statistics(self.model, self.runtime)
         fsdp = self.runtime.world > 1 and self.config.run.parallel == "fsdp"
         if fsdp:
             shard(self.model, self.runtime)
@@ -91,8 +100,26 @@ class Trainer:
     def step(self, index: int, watch: bool) -> dict[str, Tensor]:
         """One optimizer step, the `index`-th counted from 0; the values of the first table, on the device.
 
-        A step whose loss or gradient is not finite changes nothing, and neither does any after it: `diverged`
-        is then True, and the state is the one before that step.
+        A step whose loss or gradient is not finite, or whose loss is above `loss_limit`, changes nothing, and
+        neither does any after it: `failed_step` is then its index, and the state is the one before it.
+        """
+        loss, squares, residual_rms = self.gradient(index, watch)
+        norm = squares.sum().sqrt()
+        self.update(index, loss, norm)
+        values = {"diverged": self.diverged, "loss": loss, "grad_norm": norm}
+        if watch:
+            values |= {"parts": self.norms.by_part(squares), "residual_rms": residual_rms}
+        return values
+
+    @property
+    def diverged(self) -> Tensor:
+        """Whether a step has failed; bool, on the device."""
+        return self.failed_step >= 0
+
+    def gradient(self, index: int, watch: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(loss, squared gradient norm of every parameter, stream RMS at every depth if `watch`) of one step.
+
+        The gradient itself, times the loss scale, is left in the parameters.
         """
         losses, squares = [], []
         for micro_step in range(self.accumulation):
@@ -104,19 +131,15 @@ class Trainer:
             losses.append(loss.detach())
             squares.append(square)
         loss = self.runtime.mean(torch.stack(losses).mean())
-        gradient_squares = self.norms.squares() / self.scale.scale**2
-        norm = gradient_squares.sum().sqrt()
-        self.update(index, loss, norm)
-        values = {"loss": loss, "grad_norm": norm}
-        if watch:
-            values["parts"] = self.norms.by_part(gradient_squares)
-            values["residual_rms"] = self.runtime.mean(torch.stack(squares).mean(0)).sqrt()
-        return values
+        gradient_squares = self.norms.squares([p.grad for p in self.norms.params]) / self.scale.scale**2
+        residual_rms = self.runtime.mean(torch.stack(squares).mean(0)).sqrt() if watch else None
+        return loss, gradient_squares, residual_rms
 
     def update(self, index: int, loss: Tensor, norm: Tensor) -> None:
-        """Clips, unscales and applies the gradient; skipped on the device where it is not finite."""
+        """Clips, unscales and applies the gradient; skipped on the device where the step fails."""
         bad = ~norm.isfinite()
-        self.diverged |= ~loss.isfinite() | (bad & (self.scale.scale <= 1))
+        fails = ~loss.isfinite() | (loss > self.loss_limit) | (bad & (self.scale.scale <= 1))
+        self.failed_step = torch.where(fails & ~self.diverged, index, self.failed_step)
         clip = (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
         self.optimizer.grad_scale = self.scale.scale / clip
         self.optimizer.found_inf = (bad | self.diverged).float()
@@ -124,7 +147,7 @@ class Trainer:
             group["lr"] = learning_rate(index, self.config.optim)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self.scale.update(bad)
+        self.scale.update(bad, hold=self.diverged)
 
     def seed(self, index: int, micro_step: int) -> None:
         """Fixes the dropout of one micro-batch on one process."""
@@ -132,9 +155,9 @@ class Trainer:
         torch.manual_seed(self.config.run.seed * 0x9E3779B97F4A7C15 + place & 0x7FFFFFFFFFFFFFFF)
 
     def row(self, values: dict[str, Tensor], index: int) -> dict[str, float]:
-        """The values of `step(watch=True)` under their names in metrics.jsonl, by one transfer."""
+        """What `step(watch=True)` gave, by one transfer, under its names in metrics.jsonl; and `diverged`, 0 or 1."""
         n_layer = self.config.model.n_layer
-        names = ["train/loss", "train/grad_norm"]
+        names = ["diverged", "train/loss", "train/grad_norm"]
         names += [f"grad_norm/{part}" for part in part_names(n_layer)]
         names += [f"residual_rms/{depth}" for depth in depth_names(n_layer)]
         flat = torch.cat([v.reshape(-1).float() for v in values.values()]).tolist()
@@ -170,14 +193,14 @@ class Trainer:
         A collective under FSDP.
         """
         main, named = self.runtime.is_main, list(self.model.named_parameters())
-        weights = {name: whole(p, main) for name, p in named}
+        weights = {name: whole(t, main) for name, t in model_weights(self.model).items()}
         moments = {name: {k: whole(v, main) for k, v in self.optimizer.state[p].items()} for name, p in named}
         return weights, moments, (self.scale.scale.item(), self.scale.good_steps.item())
 
     def load_weights(self, weights: dict[str, Tensor]) -> None:
         """Weights by name, which only the first process need have."""
-        for name, p in self.model.named_parameters():
-            assign(p, weights.get(name))
+        for name, own in model_weights(self.model).items():
+            assign(own, weights.get(name))
 
     def load_state(self, moments: dict[str, dict[str, Tensor]], scaler: tuple[float, int]) -> None:
         """Optimizer and scaler as `state` gave them; only the first process need have the moments."""

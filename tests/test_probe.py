@@ -1,0 +1,213 @@
+"""The second table: its values against a textbook network, and that looking changes nothing."""
+
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from dynamics_cases import CASES, Textbook, known_model, rms, tiny_trainer, tokens_and_targets
+
+from model import GPT, ModelConfig, Norm, PreJoin
+from training.dynamics import PartNorms, branch_names, depth_names
+from training.probe import JoinRecord, Probe, mean_angle
+from training.runtime import Runtime
+
+
+class Windows:
+    """The probe's windows, given."""
+
+    def __init__(self, tokens, targets):
+        self.tokens, self.targets = tokens, targets
+
+    def __len__(self):
+        return len(self.tokens)
+
+    def batch(self, rows):
+        return self.tokens[rows.start : rows.stop], self.targets[rows.start : rows.stop]
+
+
+def probe_of(model: GPT, rows: int = 4) -> Probe:
+    norms = PartNorms(model, Runtime(torch.device("cpu")))
+    return Probe(model, Windows(*tokens_and_targets(rows)), norms)
+
+
+def angle(x, y) -> float:
+    """Degrees between rows by the cosine, which is exact enough in float64 away from 0."""
+    cosine = (x * y).sum(-1) / (x.norm(dim=-1) * y.norm(dim=-1))
+    return float(cosine.acos().mean()) * 180 / math.pi
+
+
+def part_of(name: str) -> str:
+    top, *rest = name.split(".")
+    if "norm" in name or top in ("joins", "entry"):
+        return "norms"
+    if top == "branches":
+        return f"layer_{int(rest[0]) // 2:02d}.{('attn', 'mlp')[int(rest[0]) % 2]}"
+    return {"pos_embed": "embed"}.get(top, top)
+
+
+def expected(model: GPT, before: dict) -> dict[str, float]:
+    """The whole second table from the textbook network."""
+    book = Textbook(model)
+    loss = book.loss(*tokens_and_targets())
+    gradients = torch.autograd.grad(loss, book.streams)
+    values = {f"stream_grad_rms/{d}": rms(g) for d, g in zip(depth_names(2), gradients, strict=True)}
+    for k, branch in enumerate(branch_names(2)):
+        values[f"branch_rms/{branch}"] = rms(book.added[k])
+        values[f"angle_deg/{branch}"] = angle(book.streams[k], book.streams[k + 1])
+    for i in range(2):
+        weights = book.weights[i]
+        surprise = torch.where(weights > 0, -weights * weights.clamp(min=1e-300).log(), 0.0)
+        values[f"attn_logit_max/layer_{i:02d}"] = float(book.logits[i].abs().max())
+        values[f"attn_entropy/layer_{i:02d}"] = float(surprise.sum(-1).mean())
+    for name, p in model.named_parameters():
+        if part_of(name) == "norms" and name.endswith("weight"):
+            top, *rest = name.removesuffix(".weight").split(".")
+            short = ".".join([branch_names(2)[int(rest[0])], *rest[1:]]) if rest else top
+            values[f"gain/{short}.mean"] = float(p.mean())
+            values[f"gain/{short}.max"] = float(p.abs().max())
+    parts = ["embed", *branch_names(2), "norms", "head"]
+    moved, size = dict.fromkeys(parts, 0.0), dict.fromkeys(parts, 0.0)
+    for name, p in model.named_parameters():
+        moved[part_of(name)] += float(((p - before[name]) ** 2).sum())
+        size[part_of(name)] += float((before[name] ** 2).sum())
+    for part in parts:
+        values[f"update_ratio/{part}"] = math.sqrt(moved[part] / size[part]) if size[part] else 0.0
+    return values
+
+
+@pytest.mark.parametrize("placement", CASES)
+def test_every_value_is_the_textbook_one(placement):
+    model = known_model(placement)
+    probe, before = probe_of(model), {n: p.detach().clone() for n, p in model.named_parameters()}
+    probe.remember()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1.01).add_(0.01)
+    values, right = probe.measure(), expected(model, before)
+    assert values.keys() == right.keys()
+    for key, value in right.items():
+        assert values[key] == pytest.approx(value, rel=1e-5, abs=1e-9), key
+
+
+def test_names_of_a_sandwich_of_one_layer():
+    model = GPT(ModelConfig(n_layer=1, n_head=2, n_embd=8, block_size=6, vocab_size=11, placement="sandwich"))
+    probe = probe_of(model)
+    first = probe.measure()
+    assert sorted(first) == [
+        *("angle_deg/layer_00.attn", "angle_deg/layer_00.mlp", "attn_entropy/layer_00"),
+        *("attn_logit_max/layer_00", "branch_rms/layer_00.attn", "branch_rms/layer_00.mlp"),
+        *("gain/entry.max", "gain/entry.mean"),
+        *("gain/layer_00.attn.next_norm.max", "gain/layer_00.attn.next_norm.mean"),
+        *("gain/layer_00.attn.out_norm.max", "gain/layer_00.attn.out_norm.mean"),
+        *("gain/layer_00.mlp.next_norm.max", "gain/layer_00.mlp.next_norm.mean"),
+        *("gain/layer_00.mlp.out_norm.max", "gain/layer_00.mlp.out_norm.mean"),
+        *("stream_grad_rms/embed", "stream_grad_rms/layer_00.attn", "stream_grad_rms/layer_00.mlp"),
+    ]
+    probe.remember()
+    assert sorted(probe.measure().keys() - first.keys()) == [
+        f"update_ratio/{part}" for part in ("embed", "head", "layer_00.attn", "layer_00.mlp", "norms")
+    ]
+
+
+@pytest.mark.parametrize(("c", "degrees"), [(1.0, 45.0), (10.0, 5.711)])
+def test_a_unit_update_turns_a_long_stream_less(c, degrees):
+    """Claim 14, through the join of pre-norm."""
+    join = PreJoin(ModelConfig(n_embd=2, n_head=1, n_layer=1))
+    record = JoinRecord()
+    join.register_forward_hook(record)
+    join(torch.tensor([[c, 0.0]]), torch.tensor([[0.0, 1.0]]))
+    assert record.angles[0].item() == pytest.approx(degrees, abs=5e-4)
+
+
+def test_small_angles_keep_their_digits():
+    x = torch.tensor([[1.0, 0.0]])
+    y = torch.tensor([[1.0, 1e-5]])
+    assert mean_angle(x, y).item() == pytest.approx(math.degrees(1e-5), rel=1e-4)
+    assert mean_angle(x, x).item() == 0
+
+
+def test_branches_of_zeros_add_nothing_and_turn_nothing():
+    model = known_model("pre", bias=False)
+    with torch.no_grad():
+        for attention, mlp in zip(model.branches[::2], model.branches[1::2], strict=True):
+            attention.out.weight.zero_()
+            mlp.down.weight.zero_()
+    values = probe_of(model).measure()
+    assert {v for k, v in values.items() if k.startswith("branch_rms/")} == {0.0}
+    assert max(v for k, v in values.items() if k.startswith("angle_deg/")) < 1e-6
+
+
+def everything(trainer) -> dict:
+    """All that a look must leave as it was, copied."""
+    named = dict(trainer.model.named_modules())
+    state = {f"{n}.weight": p.detach().clone() for n, p in trainer.model.named_parameters()}
+    state |= {f"{n}.grad": p.grad.clone() for n, p in trainer.model.named_parameters()}
+    for i, moments in trainer.optimizer.state_dict()["state"].items():
+        state |= {f"optimizer.{i}.{k}": v.clone() for k, v in moments.items()}
+    state["random"] = torch.get_rng_state()
+    state["mode"] = torch.tensor([m.training for m in named.values()])
+    state["kernels"] = torch.tensor([m.how["impl"] == "auto" for m in named.values() if isinstance(m, Norm)])
+    return state
+
+
+@pytest.mark.parametrize("placement", ["post", "sandwich"])
+def test_looking_changes_nothing_nor_the_training_that_follows(placement, tmp_path):
+    flags = ["--placement", placement, "--dropout", "0.3", "--qk-norm", "head"]
+    watched, alone = (tiny_trainer(tmp_path, *flags) for _ in range(2))
+    probe = Probe(watched.model, watched.windows, watched.norms)
+    for index in range(3):
+        for trainer in (watched, alone):
+            trainer.step(index, watch=False)
+        watched.gradient(index, watch=False)
+        before = everything(watched)
+        probe.remember()
+        first = probe.measure()
+        assert first == first | probe.measure(), "the same weights give the same numbers"
+        after = everything(watched)
+        assert before.keys() == after.keys()
+        assert [k for k in before if not torch.equal(before[k], after[k])] == []
+        watched.optimizer.zero_grad(set_to_none=True)
+    for (name, p), q in zip(watched.model.named_parameters(), alone.model.parameters(), strict=True):
+        assert torch.equal(p, q), name
+
+
+def test_dropout_is_off_in_the_probe_and_would_have_been_seen(tmp_path):
+    trainer = tiny_trainer(tmp_path, "--dropout", "0.5")
+    probe = Probe(trainer.model, trainer.windows, trainer.norms)
+    assert trainer.model.training
+    first = probe.measure()
+    trainer.model.eval()
+    assert probe.measure() == first
+    assert not trainer.model.training, "the mode is left as it was"
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_low_precision_agrees_with_float32(dtype, tmp_path):
+    """The loss scale keeps float16's stream gradients from underflowing."""
+    exact, low = (tiny_trainer(tmp_path, "--dtype", d, "--qk-norm", "head") for d in ("float32", dtype))
+    right = Probe(exact.model, exact.windows, exact.norms).measure()
+    values = Probe(low.model, low.windows, low.norms).measure(low.scale.scale)
+    for key, value in right.items():
+        assert values[key] == pytest.approx(value, rel=0.05, abs=1e-6), key
+
+
+INTERPRETED = """
+import torch
+from model import GPT, ModelConfig
+from test_probe import probe_of
+values = []
+for kernel in ("torch", "triton"):
+    torch.manual_seed(1)
+    shape = dict(n_layer=1, n_head=1, n_embd=8, block_size=6, vocab_size=11)
+    values.append(probe_of(GPT(ModelConfig(kernel=kernel, **shape)), rows=1).measure())
+assert values[0] == values[1], values
+"""
+
+
+def test_the_gradient_of_a_fused_sum_includes_what_flows_through_its_norm():
+    """A fused join gives the sum and its norm as two outputs of one operator, where autograd sees two tensors."""
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": f".{os.pathsep}tests"}
+    subprocess.run([sys.executable, "-c", INTERPRETED], env=environment, check=True)

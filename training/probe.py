@@ -1,0 +1,205 @@
+"""A closer look every probe_interval steps: one eager forward and backward on the same few windows.
+
+It costs about one small step and leaves everything as it was: gradients are asked for by name and never
+accumulated in the parameters, dropout is off, so no random number is drawn, and the optimizer is not called.
+Every process computes the same numbers from the same windows, whatever the number of processes.
+
+The norms run on PyTorch's operators here. A fused kernel returns the sum and its norm as two outputs of one
+operator, so the gradient of the sum would lack what reaches it through the norm.
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+
+from data import EvalWindows
+from model import GPT, Norm
+from training.dynamics import PartNorms, branch_names, depth_names, local, mean_square
+
+PROBE_WINDOWS = 4
+
+
+class Probe:
+    """The second table of a run. `remember` goes before the step whose update is to be measured."""
+
+    def __init__(self, model: GPT, windows: EvalWindows, norms: PartNorms):
+        self.model, self.norms = model, norms
+        device = norms.runtime.device
+        tokens, targets = windows.batch(range(min(PROBE_WINDOWS, len(windows))))
+        self.tokens, self.targets = tokens.to(device), targets.to(device)
+        self.before: list[Tensor] | None = None
+
+    def remember(self) -> None:
+        """Keeps a copy of the parameters (of this process's shards) until the next `measure`."""
+        self.before = [local(p).detach().clone() for p in self.norms.params]
+
+    def measure(self, loss_scale: float | Tensor = 1.0) -> dict[str, float]:
+        """The second table's values by name, by one transfer. `update_ratio/...` only after a `remember`.
+
+        loss_scale: what the loss is multiplied by for the backward pass, so that float16 does not underflow.
+        """
+        values = gains(self.model)
+        if self.before is not None:
+            values |= update_ratios(self.norms, self.before)
+            self.before = None
+        with evaluating(self.model), torch_norms(self.model), observed_joins(self.model) as joins:
+            with AttentionScores() as scores:
+                _, loss = self.model(self.tokens, self.targets)
+            values |= joins.values() | scores.values()
+            values |= stream_gradients(loss, joins.streams, loss_scale)
+        return dict(zip(values, torch.stack(list(values.values())).tolist(), strict=True))
+
+
+@contextlib.contextmanager
+def evaluating(model: GPT):
+    """Dropout off, and afterwards as it was."""
+    was = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was)
+
+
+@contextlib.contextmanager
+def torch_norms(model: GPT):
+    """Every norm and join on PyTorch's operators, and afterwards on what they ran before."""
+    norms = [module for module in model.modules() if isinstance(module, Norm)]
+    was = [norm.how for norm in norms]
+    for norm in norms:
+        norm.how = norm.how | {"impl": "torch"}
+    try:
+        yield
+    finally:
+        for norm, how in zip(norms, was, strict=True):
+            norm.how = how
+
+
+class JoinRecord:
+    """What passed the joins in one forward: the stream at every depth, what was added, and how it turned."""
+
+    def __init__(self):
+        self.streams: list[Tensor] = []
+        self.added: list[Tensor] = []
+        self.angles: list[Tensor] = []
+
+    def __call__(self, join, inputs: tuple[Tensor, Tensor], outputs: tuple[Tensor, Tensor]) -> None:
+        """A forward hook. The branch's output s is what the join adds, or what it normalizes and then adds."""
+        (x, s), (y, _) = inputs, outputs
+        self.streams += [y] if self.streams else [x, y]
+        with torch.no_grad():
+            added = join.out_norm(s) if hasattr(join, "out_norm") else s
+            self.added.append(mean_square(added).sqrt())
+            self.angles.append(mean_angle(x, y))
+
+    def values(self) -> dict[str, Tensor]:
+        names = branch_names(len(self.added) // 2)
+        rms = {f"branch_rms/{name}": v for name, v in zip(names, self.added, strict=True)}
+        return rms | {f"angle_deg/{name}": v for name, v in zip(names, self.angles, strict=True)}
+
+
+@contextlib.contextmanager
+def observed_joins(model: GPT) -> Iterator[JoinRecord]:
+    record = JoinRecord()
+    handles = [join.register_forward_hook(record) for join in model.joins]
+    try:
+        yield record
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def mean_angle(x: Tensor, y: Tensor) -> Tensor:
+    """The mean angle in degrees between the rows of x and y [..., D].
+
+    2 atan2(|u - v|, |u + v|) of the unit vectors u, v keeps its digits where the cosine has lost them, near 0
+    (Kahan 2006, "How Futile are Mindless Assessments of Roundoff").
+    """
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    u, v = F.normalize(x.to(dtype), dim=-1), F.normalize(y.to(dtype), dim=-1)
+    return (2 * torch.atan2((u - v).norm(dim=-1), (u + v).norm(dim=-1))).rad2deg().mean()
+
+
+class AttentionScores(TorchFunctionMode):
+    """Looks at every call of scaled_dot_product_attention, which is made once per layer, bottom to top."""
+
+    def __init__(self):
+        super().__init__()
+        self.largest: list[Tensor] = []
+        self.entropies: list[Tensor] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is F.scaled_dot_product_attention:
+            largest, entropy = attention_statistics(args[0].detach(), args[1].detach())
+            self.largest.append(largest)
+            self.entropies.append(entropy)
+        return func(*args, **(kwargs or {}))
+
+    def values(self) -> dict[str, Tensor]:
+        largest = {f"attn_logit_max/layer_{i:02d}": v for i, v in enumerate(self.largest)}
+        return largest | {f"attn_entropy/layer_{i:02d}": v for i, v in enumerate(self.entropies)}
+
+
+def attention_statistics(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """(largest |q . k| / sqrt(head_dim) over the pairs that the causal mask leaves, mean entropy of rows in nats).
+
+    q [B, H, T, head_dim], k [B, H_kv, T, head_dim]; one sequence at a time, as the scores are H T^2 numbers.
+    """
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    future = torch.ones(q.size(2), k.size(2), dtype=torch.bool, device=q.device).triu(1)
+    largest, entropies = [], []
+    for q_row, k_row in zip(q.to(dtype), k.to(dtype), strict=True):
+        k_row = k_row.repeat_interleave(q.size(1) // k.size(1), dim=0)
+        logits = q_row @ k_row.mT * q.size(-1) ** -0.5  # [H, T, T]
+        largest.append(logits.masked_fill(future, 0).abs().max())
+        logits = logits.masked_fill(future, float("-inf"))
+        p = logits.softmax(-1)
+        entropies.append(torch.special.entr(p).sum(-1).mean())
+    return torch.stack(largest).max(), torch.stack(entropies).mean()
+
+
+def stream_gradients(loss: Tensor, streams: list[Tensor], loss_scale: float | Tensor) -> dict[str, Tensor]:
+    """RMS over batch, time and features of dL/dx at every depth; parameters' gradients are not touched."""
+    gradients = torch.autograd.grad(loss * loss_scale, streams)
+    names = depth_names(len(streams) // 2)
+    return {
+        f"stream_grad_rms/{name}": mean_square(g).sqrt() / loss_scale
+        for name, g in zip(names, gradients, strict=True)
+    }
+
+
+@torch.no_grad()
+def update_ratios(norms: PartNorms, before: list[Tensor]) -> dict[str, Tensor]:
+    """RMS of (parameter now - before) over RMS of the parameter before, for every part; 0 for one of zeros."""
+    moved = torch._foreach_sub([local(p) for p in norms.params], before)
+    moved, size = norms.by_part(norms.squares(moved)), norms.by_part(norms.squares(before))
+    ratios = torch.where(size == 0, 0.0, moved / size)
+    return {f"update_ratio/{part}": ratio for part, ratio in zip(norms.parts, ratios, strict=True)}
+
+
+@torch.no_grad()
+def gains(model: GPT) -> dict[str, Tensor]:
+    """Mean and largest absolute gain of every norm; see `norm_names`."""
+    values = {}
+    for name, norm in norm_names(model):
+        gain = norm.weight.full_tensor() if isinstance(norm.weight, DTensor) else norm.weight
+        values[f"gain/{name}.mean"], values[f"gain/{name}.max"] = gain.mean(), gain.abs().max()
+    return values
+
+
+def norm_names(model: GPT) -> Iterator[tuple[str, Norm]]:
+    """(name, norm) of every norm: `entry`, `embed_norm`, and `layer_03.mlp.next_norm` for `joins.7.next_norm`.
+
+    A branch's norms (q_norm, k_norm) and those of its join carry the branch's name.
+    """
+    branches = branch_names(model.config.n_layer)
+    for path, module in model.named_modules():
+        if isinstance(module, Norm):
+            top, _, rest = path.partition(".")
+            index, _, norm = rest.partition(".")
+            yield (f"{branches[int(index)]}.{norm}" if rest else top), module
