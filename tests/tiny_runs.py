@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -67,10 +68,12 @@ def environment(**changes: str) -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | changes
 
 
-def start(*argv, processes: int = 1, torchrun: tuple[str, ...] = ()) -> subprocess.Popen:
+def start(
+    *argv, processes: int = 1, torchrun: tuple[str, ...] = (), program: str = "train.py"
+) -> subprocess.Popen:
     """train.py in a process of its own, or in several under torchrun."""
     several = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", *torchrun)
-    command = [sys.executable, *(several if processes > 1 or torchrun else ()), "train.py", *map(str, argv)]
+    command = [sys.executable, *(several if processes > 1 else ()), program, *map(str, argv)]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment())
 
@@ -83,6 +86,13 @@ def finish(process: subprocess.Popen, timeout: float = 240) -> tuple[int, str, s
 
 def launch(*argv, processes: int = 1) -> tuple[int, str, str]:
     return finish(start(*argv, processes=processes))
+
+
+def wait_for(condition, seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.005)
 
 
 def before_step(monkeypatch, number: int, action) -> None:
