@@ -45,8 +45,8 @@ class ModelConfig:
     """Context length in tokens."""
     vocab_size: int = 50257
     """Token ids the embedding knows; 0 takes the data set's number."""
-    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
-    """Which norm: (x - mean) / std or x / rms, each times a gain."""
+    norm: Literal["layernorm", "rmsnorm", "batchnorm"] = "layernorm"
+    """(x - mean) / std or x / rms of a token; batchnorm for contrast: of a feature over batch and time, which leaks."""
     placement: Literal["pre", "post", "output", "sandwich"] = "pre"
     """Where it sits: x + S(N(x)), N(x + S(x)), x + N(S(x)) or x + N(S(N(x)))."""
     qk_norm: Literal["off", "head", "full"] = "off"
@@ -69,6 +69,8 @@ class ModelConfig:
     """Hidden width of the MLP; 4 n_embd, for swiglu 8/3 n_embd rounded up to a multiple of 8."""
     tie_embeddings: bool = True
     """The output head is the token embedding."""
+    head_bias: bool = False
+    """A bias in the output head, as a folded final LayerNorm needs one."""
     dropout: float = 0.0
     """Probability, on the embedding, the attention weights and every branch's output."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -95,6 +97,14 @@ class ModelConfig:
         if self.pos == "rope" and self.head_width % 2:
             raise ValueError(
                 f"head_dim is {self.head_width}; pos rope rotates pairs and needs an even head_dim"
+            )
+        if self.norm == "batchnorm" and self.qk_norm != "off":
+            raise ValueError(
+                f"qk_norm {self.qk_norm} is offered for layernorm and rmsnorm, not for batchnorm"
+            )
+        if self.norm == "batchnorm" and self.kernel == "triton":
+            raise ValueError(
+                "kernel is triton, but norm batchnorm is never fused; it runs with torch or auto"
             )
         if self.residual_scale == "deepnorm" and self.placement != "post":
             raise ValueError(f"residual_scale deepnorm belongs to placement post, not {self.placement}")
@@ -163,17 +173,26 @@ class Linear(nn.Linear):
 
 
 class Norm(nn.Module):
-    """N(x) over the last axis; see `kernels.norm`. A join hands these parameters to the kernel it fuses."""
+    """N(x) over the last axis, and the joins' functions, each of which is one of `kernels`."""
 
     def __init__(self, dim: int, config: ModelConfig):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(dim))
-        has_bias = config.bias and config.norm == "layernorm"
+        has_bias = config.bias and config.norm != "rmsnorm"
         self.bias = nn.Parameter(torch.zeros(dim)) if has_bias else None
         self.how = {"kind": config.norm, "eps": config.norm_eps, "impl": config.kernel}
 
     def forward(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
         return kernels.norm(x, self.weight, self.bias, out_dtype=out_dtype, **self.how)
+
+    def add_norm(self, x: Tensor, s: Tensor, **how) -> tuple[Tensor | None, Tensor]:
+        return kernels.add_norm(x, s, self.weight, self.bias, **how, **self.how)
+
+    def norm_add(self, x: Tensor, s: Tensor) -> Tensor:
+        return kernels.norm_add(x, s, self.weight, self.bias, **self.how)
+
+    def norm_add_norm(self, x: Tensor, s: Tensor, then: "Norm") -> tuple[Tensor, Tensor]:
+        return kernels.norm_add_norm(x, s, self.weight, self.bias, then.weight, then.bias, **self.how)
 
 
 class FullNorm(Norm):
@@ -181,6 +200,59 @@ class FullNorm(Norm):
 
     def forward(self, x: Tensor) -> Tensor:  # [B, T, H, head_dim]
         return super().forward(x.flatten(-2)).view(x.shape)
+
+
+def alone(total: Tensor) -> Tensor:
+    """What `BatchNorm.over_processes` is on one process."""
+    return total
+
+
+class BatchNorm(Norm):
+    """Ioffe & Szegedy 2015: each feature normalized over batch *and time*, and so, in training, over the future.
+
+    Training normalizes by the biased variance of the batch and tracks the mean and the unbiased variance with
+    momentum 0.1; evaluation uses what was tracked. `over_processes` sums a tensor over the processes. Never fused.
+    """
+
+    momentum = 0.1
+
+    def __init__(self, dim: int, config: ModelConfig):
+        super().__init__(dim, config)
+        self.register_buffer("running_mean", torch.zeros(dim))
+        self.register_buffer("running_var", torch.ones(dim))
+        self.eps, self.over_processes = config.norm_eps, alone
+
+    def forward(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:  # [B, T, D]
+        rows = x.flatten(0, -2).to(torch.promote_types(x.dtype, torch.float32))
+        mean, var = self.statistics(rows) if self.training else (self.running_mean, self.running_var)
+        y = (rows - mean) * (var + self.eps).rsqrt() * self.weight
+        y = y if self.bias is None else y + self.bias
+        return y.view(x.shape).to(out_dtype or x.dtype)
+
+    def statistics(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and biased variance [D] of rows [B * T, D], tracked on the way."""
+        n = self.over_processes(rows.new_full((), len(rows)))
+        mean = self.over_processes(rows.sum(0)) / n
+        var = self.over_processes((rows - mean).square().sum(0)) / n
+        with torch.no_grad():
+            self.running_mean.lerp_(mean, self.momentum)
+            self.running_var.lerp_(var * (n / (n - 1).clamp(min=1)), self.momentum)
+        return mean, var
+
+    def add_norm(self, x: Tensor, s: Tensor, out_dtype=None, want_sum=True) -> tuple[Tensor, Tensor]:
+        r = x + s
+        return r, self(r, out_dtype or s.dtype)
+
+    def norm_add(self, x: Tensor, s: Tensor) -> Tensor:
+        return x + self(s, x.dtype)
+
+    def norm_add_norm(self, x: Tensor, s: Tensor, then: Norm) -> tuple[Tensor, Tensor]:
+        r = self.norm_add(x, s)
+        return r, then(r, s.dtype)
+
+
+def make_norm(dim: int, config: ModelConfig) -> Norm:
+    return (BatchNorm if config.norm == "batchnorm" else Norm)(dim, config)
 
 
 def qk_norm(n_head: int, config: ModelConfig) -> nn.Module:
@@ -279,11 +351,10 @@ class PreJoin(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.next_norm = Norm(config.n_embd, config)
+        self.next_norm = make_norm(config.n_embd, config)
 
     def forward(self, x: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
-        n = self.next_norm
-        return kernels.add_norm(x, s, n.weight, n.bias, **n.how)
+        return self.next_norm.add_norm(x, s)
 
 
 class PostJoin(nn.Module):
@@ -291,11 +362,10 @@ class PostJoin(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.next_norm = Norm(config.n_embd, config)
+        self.next_norm = make_norm(config.n_embd, config)
 
     def forward(self, x: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
-        n = self.next_norm
-        _, y = kernels.add_norm(x, s, n.weight, n.bias, out_dtype=x.dtype, want_sum=False, **n.how)
+        _, y = self.next_norm.add_norm(x, s, out_dtype=x.dtype, want_sum=False)
         return y, y.to(s.dtype)
 
 
@@ -313,11 +383,10 @@ class OutputJoin(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.out_norm = Norm(config.n_embd, config)
+        self.out_norm = make_norm(config.n_embd, config)
 
     def forward(self, x: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
-        n = self.out_norm
-        r = kernels.norm_add(x, s, n.weight, n.bias, **n.how)
+        r = self.out_norm.norm_add(x, s)
         return r, r.to(s.dtype)
 
 
@@ -326,12 +395,11 @@ class SandwichJoin(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.out_norm = Norm(config.n_embd, config)
-        self.next_norm = Norm(config.n_embd, config)
+        self.out_norm = make_norm(config.n_embd, config)
+        self.next_norm = make_norm(config.n_embd, config)
 
     def forward(self, x: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
-        out, n = self.out_norm, self.next_norm
-        return kernels.norm_add_norm(x, s, out.weight, out.bias, n.weight, n.bias, **n.how)
+        return self.out_norm.norm_add_norm(x, s, self.next_norm)
 
 
 def joins(config: ModelConfig) -> nn.ModuleList:
@@ -376,16 +444,16 @@ class GPT(nn.Module):
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
         nn.init.normal_(self.embed.weight, std=0.02)
         self.pos_embed = LearnedPositions(config) if config.pos == "learned" else nn.Identity()
-        self.embed_norm = Norm(config.n_embd, config) if config.embed_norm else nn.Identity()
+        self.embed_norm = make_norm(config.n_embd, config) if config.embed_norm else nn.Identity()
         self.dropout = nn.Dropout(config.dropout)
         reads_norm = config.placement in ("pre", "sandwich")
-        self.entry = Norm(config.n_embd, config) if reads_norm else Cast()
+        self.entry = make_norm(config.n_embd, config) if reads_norm else Cast()
         mlp = SwiGLU if config.mlp == "swiglu" else MLP
         self.branches = nn.ModuleList(
             kind(config) for _ in range(config.n_layer) for kind in (Attention, mlp)
         )
         self.joins = joins(config)
-        self.head = Linear(config.n_embd, config.vocab_size, bias=False)
+        self.head = Linear(config.n_embd, config.vocab_size, config.head_bias)
         if config.tie_embeddings:
             self.head.weight = self.embed.weight
 

@@ -153,6 +153,11 @@ def describe(trainer: Trainer, dataset: Dataset, tell) -> None:
         f"on     {runtime.device.type}, {model.dtype}, stream in {model.residual_dtype}, kernels {model.kernel}"
         f"{', compiled' if config.run.compile else ''}; seed {config.run.seed}"
     )
+    if model.norm == "batchnorm":
+        tell(
+            "warning: batchnorm leaks: in training, every prediction sees later tokens and other sequences through the "
+            "statistics, so the training loss means little; read val/loss, which uses running statistics"
+        )
 
 
 def facts(trainer: Trainer) -> dict[str, Any]:

@@ -251,10 +251,13 @@ def parse_flags(argv: Sequence[str], base: Config, prog: str) -> dict:
     return dataclasses.asdict(ask_tyro(flags, argv, f"{prog} [RECIPE.toml]", __help__))
 
 
-def command_line(cls: type, argv: Sequence[str], prog: str) -> Any:
-    """An instance of a tool's pydantic dataclass of options from its flags. Raises ConfigError."""
+def command_line(cls: Any, argv: Sequence[str], prog: str, description: str | None = None) -> Any:
+    """An instance of a tool's pydantic dataclass of options from its flags. Raises ConfigError.
+
+    A union of dataclasses is a choice of subcommands, and wants a description of the tool.
+    """
     try:
-        return ask_tyro(cls, argv, prog, cls.__doc__)
+        return ask_tyro(cls, argv, prog, description or cls.__doc__)
     except ValidationError as e:
         raise ConfigError("; ".join(explain(error, "") for error in e.errors())) from None
 

@@ -58,20 +58,20 @@ def prepare(
     tokenizer: str = "byte",
     amounts: Amounts = Amounts(),
     root: Path = DATA_ROOT,
-    workers: int | None = None,
+    workers: int = 0,
     overwrite: bool = False,
 ) -> Path:
     """Make the data set `name` in `root` and return its folder; when the same is there already, say so and
     stop.
 
-    `workers` processes tokenize (None: one, or for tiktoken one per CPU); the result does not depend on it.
+    `workers` processes tokenize (0: one, or for tiktoken one per CPU); the result does not depend on it.
     Raises DataError for anything in the way, and leaves nothing behind then.
     """
     check_tokenizer_name(tokenizer)
-    if workers is None:
+    if workers < 0:
+        raise DataError(f"--workers must not be negative, but is {workers}")
+    if workers == 0:
         workers = 1 if tokenizer in ("byte", "char") else os.cpu_count() or 1
-    if workers < 1:
-        raise DataError(f"--workers must be at least 1, not {workers}")
     request = source.describe() | {"tokenizer": tokenizer} | vars(amounts)
     with new_folder(name, root) as folder:
         if not overwrite and is_done(root / name, request):

@@ -119,7 +119,7 @@ def _find(name_or_path: str, root: Path) -> Path:
     known = [path.name for path in sorted(root.glob("*/")) if any(path.glob("*.bin"))]
     raise DataError(
         f"there is no data set {name_or_path!r} in {root}, nor a folder of that name"
-        f"{did_you_mean(name_or_path, known)} (there: {', '.join(known) or 'none'}); "
+        f"{did_you_mean(name_or_path, known)}; there are: {', '.join(known) or 'none'}; "
         "python -m data.prepare --help says how to make one"
     )
 
@@ -168,5 +168,6 @@ def check_token_range(dataset: Dataset, vocab_size: int) -> None:
             if max_id >= vocab_size:
                 raise DataError(
                     f"{path} holds token id {max_id:,}, but the model's vocabulary ends at "
-                    f"{vocab_size - 1:,}; pass --vocab-size {max(max_id + 1, dataset.vocab_size or 0)} or more"
+                    f"{vocab_size - 1:,}; pass --vocab-size with at least "
+                    f"{max(max_id + 1, dataset.vocab_size or 0)}"
                 )

@@ -146,12 +146,13 @@ def is_llmc(path: Path) -> bool:
 def llmc(path: Path) -> Shard:
     """A shard of llm.c or modded-nanogpt. Raises DataError when header and length do not say the same."""
     size = _size(path)
+    if size < LLMC_HEADER_BYTES:
+        raise DataError(
+            f"{path} is shorter than the {LLMC_HEADER_BYTES:,} bytes of header that every shard has; copy it "
+            "again"
+        )
     with open(path, "rb") as file:
         header = np.frombuffer(file.read(LLMC_HEADER_BYTES), "<i4")
-    if len(header) < 256:
-        raise DataError(
-            f"{path} is shorter than the header of 1,024 bytes that every shard has; copy it again"
-        )
     magic, version, count = (int(field) for field in header[:3])
     if magic != LLMC_MAGIC:
         raise DataError(

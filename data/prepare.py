@@ -28,9 +28,9 @@ class Options:
     tiktoken's."""
     val_fraction: float = 0.1
     """Share kept for validation. A single text file gives its end; several documents are dealt out whole."""
-    workers: int | None = None
-    """Processes that tokenize; the result is the same for any number. None: one per CPU, but a single one for
-    byte and char, which are fast."""
+    workers: int = 0
+    """Processes that tokenize; the result is the same for any number. 0: one per CPU, but one for byte
+    and char, which are fast."""
     data_dir: Path = DATA_ROOT
     """Where the folder of the data set goes."""
     overwrite: bool = False

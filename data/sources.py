@@ -244,7 +244,8 @@ class HuggingFace:
             if "scripts are no longer supported" in reason:
                 reason = "it is a script, which datasets no longer runs; look for a Parquet version of it"
             raise DataError(
-                f"the data set {self.path!r} cannot be loaded: {reason or type(error).__name__}"
+                f"the data set {self.path!r} cannot be loaded: {reason or type(error).__name__} "
+                "(a folder must exist; a hub id takes the network)"
             ) from None
 
 

@@ -5,6 +5,7 @@ checkpoint that carries it can be sampled from on a machine without the data.
 """
 
 import os
+import sys
 import threading
 from functools import cached_property
 from pathlib import Path
@@ -52,21 +53,22 @@ class CharTokenizer:
         self.meta = {"name": "char", "characters": self.characters}
 
     @cached_property
-    def _code_points(self) -> np.ndarray:
-        return _code_points(self.characters)
+    def _id_of(self) -> np.ndarray:
+        """The id of every code point, `vocab_size` for those outside the alphabet: uint32 [0x110000]."""
+        table = np.full(sys.maxunicode + 1, self.vocab_size, np.uint32)
+        table[_code_points(self.characters)] = np.arange(self.vocab_size)
+        return table
 
     def encode_array(self, text: str) -> np.ndarray:
         """Ids as an unsigned integer array [n]. Raises DataError for a character that the alphabet lacks."""
-        wanted = _code_points(text)
-        ids = np.searchsorted(self._code_points, wanted)
-        known = self._code_points[np.minimum(ids, self.vocab_size - 1)] == wanted
-        if not known.all():
-            unknown = chr(wanted[known.argmin()])
+        ids = self._id_of[_code_points(text)]
+        unknown = ids == self.vocab_size
+        if unknown.any():
             raise DataError(
-                f"the character {unknown!r} is not among the {self.vocab_size} of this char tokenizer; "
-                f"use only characters of its corpus: {self.characters!r}"
+                f"the character {text[unknown.argmax()]!r} is not among the {self.vocab_size} of this char "
+                f"tokenizer; use only characters of its corpus: {self.characters!r}"
             )
-        return ids.astype(np.uint32)
+        return ids
 
     def encode(self, text: str) -> list[int]:
         return self.encode_array(text).tolist()
@@ -89,6 +91,11 @@ class TiktokenTokenizer:
         self.meta = {"name": name}
         self.vocab_size = self._encoding.n_vocab
         self.separator = self._encoding.eot_token
+
+    @property
+    def mergeable_ranks(self) -> dict[bytes, int]:
+        """Every token's bytes but the special ones', to its id."""
+        return self._encoding._mergeable_ranks
 
     def encode_array(self, text: str) -> np.ndarray:
         """Ids as an unsigned integer array [n]; special tokens' names inside the text are ordinary text."""
@@ -120,9 +127,13 @@ def check_tokenizer_name(name: str) -> None:
         )
 
 
-def load_tokenizer(meta: dict) -> Tokenizer:
-    """The tokenizer that `meta` describes. Raises DataError for an unknown one, or one that cannot be
+def load_tokenizer(meta: dict | None) -> Tokenizer:
+    """The tokenizer that `meta` describes. Raises DataError for none, an unknown one, or one that cannot be
     fetched."""
+    if meta is None:
+        raise DataError(
+            "this model was saved without a tokenizer, so there is no way from text to ids and back"
+        )
     name = meta.get("name") if isinstance(meta, dict) else None
     if name == "byte":
         return ByteTokenizer()

@@ -18,7 +18,6 @@ positive number of the statistics' dtype, shapes, dtypes or devices that do not 
 impl="triton" where Triton cannot run.
 """
 
-import functools
 import importlib.util
 import math
 import os
@@ -32,6 +31,9 @@ KINDS = ("layernorm", "rmsnorm")
 IMPLS = ("auto", "torch", "triton")
 MAX_D = 16384  # the longest row that the Triton kernels take: one program holds a row in registers
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # triton, too, reads it once
 
 launches: Counter = Counter()  # how often each Triton kernel ran, by name: proof of which path computes
 
@@ -117,13 +119,11 @@ def backend(impl, x):
     return eager
 
 
-@torch.compiler.assume_constant_result
-@functools.cache
 def triton_problem(device: str) -> str | None:
     """Why the Triton kernels cannot run on this type of device, in one sentence; None if they can."""
-    if importlib.util.find_spec("triton") is None:
+    if not HAS_TRITON:
         return "The Triton kernels need the package triton (Linux only), which is not installed."
-    if os.environ.get("TRITON_INTERPRET") == "1":
+    if INTERPRETED:
         return None
     if device != "cuda":
         return f"The Triton kernels need a CUDA device, not {device} (TRITON_INTERPRET=1 interprets them)."

@@ -51,7 +51,7 @@ def forward(
                 x, s, out_weight, out_bias, weight, bias,
                 r if want_sum else None, y if weight is not None else None, stats, M,
                 D=D, EPS=eps, CENTRE=kind == "layernorm", STATS=stats.shape[1],
-                ROWS=tiles.rows, BLOCK=tiles.block, num_warps=tiles.warps,
+                ROWS=tiles.rows, BLOCK=tiles.block, **tiles.options,
             )  # fmt: skip
         launches["forward"] += 1
     return r, y, stats
@@ -93,7 +93,7 @@ def backward(
             dr, dy, r, s, out_weight, weight, stats,
             dx if weight is not None else None, ds if ds_dtype is not None else None, partials, M,
             D=D, CENTRE=kind == "layernorm", STATS=stats.shape[1], BIAS=has_bias, OUT_BIAS=has_out_bias,
-            ROWS=tiles.rows, BLOCK=tiles.block, num_warps=tiles.warps,
+            ROWS=tiles.rows, BLOCK=tiles.block, **tiles.options,
         )  # fmt: skip
         triton_kernels.sum_partials[(triton.cdiv(D, 32), G)](partials, gains, P, D=D, ROWS=64, BLOCK=32)
     launches["backward"] += 1
@@ -113,9 +113,9 @@ def backward_fake(dr, dy, r, s, out_weight, weight, stats, kind, ds_dtype, has_b
 
 def setup_context(ctx, inputs, output):
     x, s, out_weight, out_bias, weight, bias, kind, _, _, want_sum = inputs
-    r, _, stats = output
+    r, y, stats = output
     ctx.set_materialize_grads(False)  # the gradient of an unused output is None, not a tensor of zeros
-    ctx.mark_non_differentiable(stats)
+    ctx.mark_non_differentiable(stats, *(t for t in (r, y) if t.shape == EMPTY))
     row = None if weight is None else r if want_sum else x
     branch = s if out_weight is not None or not want_sum else None
     ctx.save_for_backward(row, branch, out_weight, weight, stats)
@@ -128,8 +128,10 @@ def backward_formula(ctx, dr, dy, _):
     """Gradients for the ten arguments of nanonorm::forward."""
     r, s, out_weight, weight, stats = ctx.saved_tensors
     if dy is None:
-        if out_weight is None:  # only the sum was used
-            return dr, dr.to(ctx.s_dtype), *(None,) * 8
+        if out_weight is None:  # of add_norm, only the sum was used
+            return dr, None if dr is None else dr.to(ctx.s_dtype), *(None,) * 8
+        if dr is None:
+            return (None,) * 10
         r = weight = None
     bias_dtype, out_bias_dtype = ctx.bias_dtypes
     shared = out_weight is None and r is not None and ctx.s_dtype == r.dtype
@@ -175,3 +177,11 @@ def norm_add(x, s, weight, bias, *, kind, eps):
 def norm_add_norm(x, s, out_weight, out_bias, weight, bias, *, kind, eps, out_dtype):
     r, y, _ = forward(x, s, out_weight, out_bias, weight, bias, kind, eps, out_dtype, True)
     return r, y
+
+
+def mean_square(stats, kind, eps):
+    """mean(r^2) per row, [rows], from the statistics that nanonorm::forward returns when it norms r last."""
+    mean_square = stats[:, -1] ** -2 - eps
+    if kind == "layernorm":
+        mean_square = mean_square + stats[:, -2] ** 2
+    return mean_square.clamp(min=0)

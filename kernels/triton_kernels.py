@@ -224,7 +224,12 @@ class Tiles(NamedTuple):
     def of(cls, D):
         block = triton.next_power_of_2(D)
         rows = min(64, max(1, 1024 // block))
-        return cls(rows, block, min(16, max(1, rows * block // (32 * ELEMENTS_PER_THREAD))))
+        return cls(rows, block, min(32, max(1, rows * block // (32 * ELEMENTS_PER_THREAD))))
+
+    @property
+    def options(self):
+        """Compile options. Not told a limit, ptxas spills with registers still free."""
+        return {"num_warps": self.warps, "maxnreg": min(128, 2048 // self.warps)}
 
     def count(self, M):
         return triton.cdiv(M, self.rows)

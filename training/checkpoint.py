@@ -87,8 +87,10 @@ def save_model(path: Path, weights: dict, about: dict) -> None:
 
 
 def model_weights(model: GPT) -> dict[str, torch.Tensor]:
-    """The parameters by name, a tied weight once, under its first name."""
-    return {name: p.detach() for name, p in model.named_parameters()}
+    """What a checkpoint holds, by name: the parameters, a tied one once, and BatchNorm's running statistics."""
+    saved = model.state_dict().keys()
+    buffers = {name: b for name, b in model.named_buffers() if name in saved}
+    return {name: p.detach() for name, p in model.named_parameters()} | buffers
 
 
 def sync(path: Path) -> None:
@@ -240,18 +242,17 @@ def load_model(directory: str | Path, which: str = "latest") -> GPT:
     except (KeyError, TypeError, ValidationError):
         raise CheckpointError(f"{path}/model.safetensors does not say which model it holds") from None
     with torch.device("meta"):
-        model = GPT(config)
-    check_weights(model, weights, path)
-    model.to_empty(device="cpu")
+        check_weights(GPT(config), weights, path)  # before anything of a stranger's size is allocated
+    model = GPT(config)
     with torch.no_grad():
-        for name, param in model.named_parameters():
-            param.copy_(weights[name])
+        for name, own in model_weights(model).items():
+            own.copy_(weights[name])
     return model.eval()
 
 
 def check_weights(model: GPT, weights: dict[str, torch.Tensor], path: Path) -> None:
     """Raises CheckpointError that names the first weight that is missing, unknown or of another shape."""
-    own = dict(model.named_parameters())
+    own = model_weights(model)
     for name in sorted(own.keys() | weights.keys()):
         if name not in weights:
             raise CheckpointError(f"{path} lacks the weight {name}, which this model has")

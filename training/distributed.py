@@ -6,10 +6,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.nn.functional import all_reduce
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from model import GPT
+from model import GPT, BatchNorm
 from training.runtime import Runtime
 
 
@@ -25,6 +26,14 @@ def replicate(module: nn.Module, runtime: Runtime) -> nn.Module:
     """DistributedDataParallel; gradients are averaged over the processes by backward."""
     devices = [runtime.device.index] if runtime.device.type == "cuda" else None
     return DistributedDataParallel(module, device_ids=devices, gradient_as_bucket_view=True)
+
+
+def pool_statistics(model: GPT, runtime: Runtime) -> None:
+    """BatchNorms normalize by the statistics of the batch on all processes together."""
+    if runtime.world > 1:
+        for module in model.modules():
+            if isinstance(module, BatchNorm):
+                module.over_processes = all_reduce  # its backward sums the gradients as well
 
 
 @contextlib.contextmanager

@@ -57,6 +57,11 @@ def start(config: Config) -> tuple[Config, Runtime]:
             )
         torch.cuda.set_device(local_rank)
     device = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
+    if config.model.norm == "batchnorm" and world > 1 and kind != "cuda":
+        raise ConfigError(
+            f"norm is batchnorm, whose statistics are pooled over processes on CUDA only, and {world} processes "
+            f"run on {kind}; start one"
+        )
     check_division(config, world)
     config = replace(config, "model", dtype=choose_dtype(config.model.dtype, device))
     problem = kernels.triton_problem(device) if config.model.kernel == "triton" else None

@@ -16,8 +16,8 @@ from configs import Config
 from data import EvalWindows, TrainBatches
 from data.dataset import Dataset
 from model import GPT
-from training.checkpoint import check_weights
-from training.distributed import assign, replicate, shard, synchronized, whole
+from training.checkpoint import check_weights, model_weights
+from training.distributed import assign, pool_statistics, replicate, shard, synchronized, whole
 from training.dynamics import Observed, PartNorms, depth_names, part_names
 from training.optimizer import learning_rate, make_optimizer
 from training.runtime import Runtime, accumulation
@@ -77,6 +77,7 @@ class Trainer:
         self.windows = EvalWindows(dataset.val, block_size=self.block_size, max_tokens=run.eval_tokens)
 
     def wrap(self) -> torch.nn.Module:
+        pool_statistics(self.model, self.runtime)
         fsdp = self.runtime.world > 1 and self.config.run.parallel == "fsdp"
         if fsdp:
             shard(self.model, self.runtime)
@@ -189,7 +190,7 @@ class Trainer:
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """(weights, optimizer and scaler) as whole CPU tensors by parameter name; a collective under FSDP."""
-        weights = {name: whole(p) for name, p in self.model.named_parameters()}
+        weights = {name: whole(t) for name, t in model_weights(self.model).items()}
         moments = {
             name: {k: whole(v) for k, v in self.optimizer.state[p].items()}
             for name, p in self.model.named_parameters()
@@ -200,8 +201,8 @@ class Trainer:
     def load_weights(self, weights: dict[str, Tensor], path: Path) -> None:
         """Weights by name, on any number of processes. Raises CheckpointError where they are not this model's."""
         check_weights(self.model, weights, path)
-        for name, p in self.model.named_parameters():
-            assign(p, weights[name])
+        for name, own in model_weights(self.model).items():
+            assign(own, weights[name])
 
     def load_state(self, trainer: dict[str, Any]) -> None:
         """Optimizer and scaler as `state` gave them, on any number of processes."""

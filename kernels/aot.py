@@ -1,0 +1,283 @@
+"""Compiles every kernel ahead of time, on a machine without a GPU, and reads what the machine code does.
+
+    python -m kernels.aot                          # sm_80, sm_90, sm_100 at D = 64 ... 8192
+    python -m kernels.aot --arch 90 --dim 4096
+
+The operators run as they do in training, on a few CPU rows, with the launch replaced by a recorder; what
+they would have launched is compiled. From the PTX come the accesses to each argument, and from them the
+bytes that one element costs; from the cubin come registers and spills. A row of the table is a fault, and
+the exit status 1, if an element costs other bytes than the physical limit, if a row's accesses are narrower
+than 16 bytes (8 in the narrower of two dtypes), if anything is computed in float64 or atomically, or if a
+register is spilled at D <= 4096.
+"""
+
+import argparse
+import itertools
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+
+import torch
+
+from . import INTERPRETED, KINDS
+
+ARCHES = (80, 90, 100)
+DIMS = (64, 768, 1024, 4096, 8192)
+SPILL_FREE_UP_TO = 4096
+
+# Bytes per element of a bfloat16 branch with a stream of (bfloat16, float32): every input read once, every
+# output written once. The backward of norm_add does not write dx, which is dr.
+LIMITS = {
+    ("norm", "forward"): (4, 6),  # x -> y
+    ("norm", "backward"): (6, 10),  # dy, x -> dx
+    ("add_norm", "forward"): (8, 12),  # x, s -> r, y
+    ("add_norm", "backward"): (8, 16),  # dy, dr, r -> dx, which is ds, too, where both have one dtype
+    ("add_norm, no sum", "forward"): (6, 10),  # x, s -> y
+    ("add_norm, no sum", "backward"): (8, 16),  # dy, x, s -> dx, ds likewise
+    ("norm_add", "forward"): (6, 10),  # x, s -> r
+    ("norm_add", "backward"): (6, 8),  # dr, s -> ds
+    ("norm_add_norm", "forward"): (8, 12),  # x, s -> r, y
+    ("norm_add_norm", "backward"): (12, 18),  # dy, dr, r, s -> dx, ds
+}
+FUNCTIONS = tuple(dict.fromkeys(function for function, _ in LIMITS))
+STREAMS = (torch.bfloat16, torch.float32)
+ROW_ARGUMENTS = {"x", "s", "r", "y", "dr", "dy", "dx", "ds"}
+
+
+@dataclass(frozen=True)
+class Case:
+    function: str
+    kind: str
+    stream: torch.dtype
+    D: int
+    arch: int
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One compiled kernel: what the table shows."""
+
+    case: Case
+    kernel: str
+    registers: int
+    shared: int
+    spilled: int  # bytes of stack per thread
+    widths: dict  # row argument -> the set of its access widths in bytes
+    float64: int  # instructions
+    atomics: int  # instructions
+    bytes_per_element: float
+
+    def faults(self):
+        if self.float64:
+            yield f"{self.float64} float64 instructions"
+        if self.atomics:
+            yield f"{self.atomics} atomic instructions: the bits would depend on the order of the programs"
+        if self.spilled and self.case.D <= SPILL_FREE_UP_TO:
+            yield f"{self.spilled} bytes spilled"
+        if self.kernel == "sum_partials":
+            return
+        limit = LIMITS[self.case.function, self.kernel][STREAMS.index(self.case.stream)]
+        if self.bytes_per_element != limit:
+            yield f"{self.bytes_per_element:g} bytes per element where the limit is {limit}"
+        for argument, widths in self.widths.items():
+            narrow = 8 if argument in ("s", "y", "dy", "ds") and self.case.stream == torch.float32 else 16
+            if min(widths) < narrow:
+                yield f"{argument} moves in accesses of {min(widths)} bytes"
+
+
+class Recorder:
+    """Stands in for a kernel: remembers the arguments of a launch."""
+
+    def __init__(self, kernel, launched):
+        self.kernel, self.launched = kernel, launched
+
+    def __getitem__(self, grid):
+        return lambda *args, **options: self.launched.append((self.kernel, args, options))
+
+
+def launches_of(case):
+    """[(kernel, args, options)] that the forward and backward of one case launch."""
+    from . import fused, triton_kernels
+
+    launched = []
+    kernels = {name: getattr(triton_kernels, name) for name in ("forward", "backward", "sum_partials")}
+    rows = torch.zeros(2048, case.D, dtype=torch.bfloat16)
+    x = rows.to(case.stream).requires_grad_()
+    s = rows.clone().requires_grad_()
+    gain = torch.ones(case.D, requires_grad=True)
+    bias = gain if case.kind == "layernorm" else None
+    settings = {"kind": case.kind, "eps": 1e-5}
+    try:
+        for name, kernel in kernels.items():
+            setattr(triton_kernels, name, Recorder(kernel, launched))
+        if case.function == "norm":
+            outputs = (fused.norm(x, gain, bias, out_dtype=s.dtype, **settings),)
+        elif case.function == "norm_add":
+            outputs = (fused.norm_add(x, s, gain, bias, **settings),)
+        elif case.function == "norm_add_norm":
+            outputs = fused.norm_add_norm(x, s, gain, bias, gain, bias, out_dtype=s.dtype, **settings)
+        else:
+            want_sum = case.function == "add_norm"
+            out_dtype = s.dtype if want_sum else x.dtype  # post-norm's y is the stream
+            outputs = fused.add_norm(x, s, gain, bias, out_dtype=out_dtype, want_sum=want_sum, **settings)
+        outputs = [output for output in outputs if output is not None]
+        torch.autograd.backward(outputs, [torch.zeros_like(output) for output in outputs])
+    finally:
+        for name, kernel in kernels.items():
+            setattr(triton_kernels, name, kernel)
+    return launched
+
+
+def compile_for(kernel, args, options, arch):
+    """The compiled kernel, and the names of the arguments that it takes at run time."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    types = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
+    signature, constants = {}, {}
+    for parameter, value in itertools.zip_longest(kernel.params, args):
+        if parameter.is_constexpr or value is None:
+            signature[parameter.name] = "constexpr"
+            constants[parameter.name] = options.get(parameter.name) if parameter.is_constexpr else None
+        else:
+            signature[parameter.name] = "i32" if isinstance(value, int) else types[value.dtype]
+    aligned = [i for i, kind in enumerate(signature.values()) if kind.startswith("*")]
+    source = ASTSource(
+        fn=kernel,
+        signature=signature,
+        constexprs=constants,
+        attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
+    )
+    compile_options = {name: options[name] for name in ("num_warps", "maxnreg") if options.get(name)}
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=compile_options)
+    return compiled, [name for name, kind in signature.items() if kind != "constexpr"]
+
+
+def accesses(ptx, arguments):
+    """Counter of (argument, bytes) over the global loads and stores of a kernel's PTX.
+
+    An address is traced backwards through the instructions that defined it, to the parameter it came from.
+    """
+    sources = defaultdict(set)
+    for line in ptx.splitlines():
+        if match := re.match(r"\s*(?:@!?%p\d+\s+)?[\w.:]+\s+(%\w+),\s*(.*);", line):
+            sources[match[1]].update(re.findall(r"%\w+|_param_\d+", match[2]))
+
+    def parameters_behind(register):
+        found, todo, seen = set(), [register], set()
+        while todo:
+            name = todo.pop()
+            if name.startswith("_param_"):
+                found.add(arguments[int(name.removeprefix("_param_"))])
+            elif name not in seen:
+                seen.add(name)
+                todo.extend(sources[name])
+        return found - {"M", "P"}
+
+    counts = Counter()
+    pattern = r"(?:ld|st)\.global(?:\.\w+::\w+)*(?:\.v(\d))?\.[bfus](\d+)\s[^\[]*\[\s*(%\w+)"
+    for vector, bits, address in re.findall(pattern, ptx):
+        (argument,) = parameters_behind(address)
+        counts[argument, int(vector or 1) * int(bits) // 8] += 1
+    return counts
+
+
+def resources(cubin):
+    """(registers, spilled bytes per thread), from the cubin."""
+    import triton
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        usage = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    used = {name: int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK", "LOCAL")}
+    return used["REG"], used["STACK"] + used["LOCAL"]
+
+
+def examine(case):
+    """The findings of one case: its forward, its backward and the sum of the partials."""
+    findings = []
+    for kernel, args, options in launches_of(case):
+        compiled, arguments = compile_for(kernel, args, options, case.arch)
+        ptx = compiled.asm["ptx"]
+        counts = accesses(ptx, arguments)
+        widths = defaultdict(set)
+        moved = 0
+        for (argument, width), count in counts.items():
+            if argument in ROW_ARGUMENTS:
+                widths[argument].add(width)
+                moved += width * count
+        threads = 32 * compiled.metadata.num_warps
+        registers, spilled = resources(compiled.asm["cubin"])
+        findings.append(
+            Finding(
+                case=case,
+                kernel=kernel.__name__,
+                registers=registers,
+                shared=compiled.metadata.shared,
+                spilled=spilled,
+                widths=dict(widths),
+                float64=len(re.findall(r"\.f64", ptx)),
+                atomics=len(re.findall(r"\b(?:atom|red)\.", ptx)),
+                bytes_per_element=moved * threads / (options["ROWS"] * options["BLOCK"]),
+            )
+        )
+    return findings
+
+
+HEADER = f"{'function':17} {'kind':9} {'stream':8} {'D':>5} {'sm':>4} {'kernel':12} " + (
+    f"{'regs':>4} {'shared':>6} {'spilled':>7} {'widths':>6} {'f64':>3} {'bytes/el':>8} {'limit':>5}"
+)
+
+
+def table_row(finding):
+    case = finding.case
+    if finding.kernel == "sum_partials":
+        widths, moved, limit = "-", "-", "-"
+    else:
+        widths = ",".join(str(w) for w in sorted(set().union(*finding.widths.values())))
+        moved = f"{finding.bytes_per_element:g}"
+        limit = LIMITS[case.function, finding.kernel][STREAMS.index(case.stream)]
+    stream = str(case.stream).removeprefix("torch.")
+    return (
+        f"{case.function:17} {case.kind:9} {stream:8} {case.D:5} {case.arch:4} {finding.kernel:12} "
+        f"{finding.registers:4} {finding.shared:6} {finding.spilled:7} {widths:>6} {finding.float64:3} "
+        f"{moved:>8} {limit:>5}"
+    )
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(prog="python -m kernels.aot", description=__doc__.split("\n")[0])
+    parser.add_argument("--arch", type=int, nargs="+", default=ARCHES, metavar="SM")
+    parser.add_argument("--dim", type=int, nargs="+", default=DIMS, metavar="D")
+    parser.add_argument("--jobs", type=int, default=2, help="processes (default 2)")
+    options = parser.parse_args(argv)
+    if INTERPRETED:
+        parser.error("a process with TRITON_INTERPRET=1 cannot compile; unset it")
+
+    start = time.perf_counter()
+    grid = itertools.product(options.arch, options.dim, FUNCTIONS, KINDS, STREAMS)
+    cases = [Case(function, kind, stream, D, arch) for arch, D, function, kind, stream in grid]
+    print(HEADER)
+    kernels, faults = 0, []
+    with ProcessPoolExecutor(options.jobs) as pool:
+        for findings in pool.map(examine, cases, chunksize=4):
+            for finding in findings:
+                row = table_row(finding)
+                print(row, flush=True)
+                faults += [f"{row}: {fault}" for fault in finding.faults()]
+                kernels += 1
+    print(f"{kernels} kernels compiled in {time.perf_counter() - start:.0f} s")
+    print("\n".join(["FAULTS", *faults]) if faults else "no faults")
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,162 @@
+"""Recipes, flags, and the sentence that a mistake in either gets."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from configs import Config, ConfigError, load_config, to_toml
+
+RECIPES = sorted(Path("configs").glob("*.toml"))
+
+
+def refusal(argv) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(argv)
+    message = str(caught.value)
+    assert "\n" not in message, message
+    assert "Error" not in message, message
+    return message
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
+def test_every_recipe_loads_and_names_its_command(path):
+    config = load_config([str(path)])
+    table = tomllib.loads(path.read_text(encoding="utf-8"))
+    for section, values in table.items():
+        for name, value in values.items():
+            assert getattr(getattr(config, section), name) == value
+    assert config.run.run_name == path.stem
+    header = path.read_text(encoding="utf-8")
+    assert f"train.py {path}" in header
+    assert "duration" in header
+    assert "expect" in header
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    {
+        "layout_original": ("layernorm", "post", "off"),
+        "layout_gpt2": ("layernorm", "pre", "off"),
+        "layout_llama": ("rmsnorm", "pre", "off"),
+        "layout_olmo2": ("rmsnorm", "output", "full"),
+        "layout_qwen3": ("rmsnorm", "pre", "head"),
+        "layout_sandwich": ("rmsnorm", "sandwich", "head"),
+    }.items(),
+)
+def test_the_layouts_of_known_models(name, layout):
+    model = load_config([f"configs/{name}.toml"]).model
+    assert (model.norm, model.placement, model.qk_norm) == layout
+
+
+def test_nanogpts_settings():
+    small, large = (load_config([f"configs/shakespeare_char{s}.toml"]) for s in ("_cpu", ""))
+    model, optim = small.model, small.optim
+    assert (model.n_layer, model.n_head, model.n_embd, model.block_size, model.dropout) == (
+        4,
+        4,
+        128,
+        64,
+        0.0,
+    )
+    assert (optim.batch_size, optim.max_iters, optim.lr, optim.min_lr) == (12, 2000, 1e-3, 1e-4)
+    assert (optim.beta2, optim.warmup_iters) == (0.99, 100)
+    model, optim = large.model, large.optim
+    assert (model.n_layer, model.n_head, model.n_embd, model.block_size, model.dropout) == (
+        6,
+        6,
+        384,
+        256,
+        0.2,
+    )
+    assert (optim.batch_size, optim.max_iters) == (64, 5000)
+    gpt2 = load_config(["configs/gpt2_124m.toml"])
+    assert gpt2.optim.batch_size * gpt2.model.block_size == 491_520
+
+
+def test_flags_win_over_the_recipe_and_the_recipe_over_the_defaults(tmp_path):
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text('[model]\nnorm = "rmsnorm"\nn_layer = 3\n[optim]\nlr = 0.01\n', encoding="utf-8")
+    config = load_config([str(recipe), "--n-layer", "5", "--no-bias", "--compile"])
+    assert (config.model.norm, config.model.n_layer, config.optim.lr) == ("rmsnorm", 5, 0.01)
+    assert (config.model.bias, config.run.compile) == (False, True)
+    assert config.model.n_head == Config().model.n_head
+    assert config.run.run_name == "mine"
+
+
+def test_the_saved_configuration_reads_back(tmp_path):
+    config = load_config(["configs/layout_qwen3.toml", "--head-dim", "16", "--min-lr", "1e-5", "--seed", "7"])
+    (tmp_path / "config.toml").write_text(to_toml(config), encoding="utf-8")
+    assert load_config([str(tmp_path / "config.toml")]) == config
+
+
+def test_auto_names_a_new_folder(tmp_path):
+    argv = ["configs/quickstart.toml", "--out-dir", str(tmp_path), "--run-name", "auto"]
+    assert load_config(argv).run.run_name == "quickstart"
+    (tmp_path / "quickstart").mkdir()
+    (tmp_path / "quickstart-2").mkdir()
+    assert load_config(argv).run.run_name == "quickstart-3"
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--nrom rmsnorm", "unknown flag --nrom (did you mean --norm?)"),
+        ("--norm rmsnrm", "'--norm'. Expected one of ('layernorm', 'rmsnorm') (did you mean rmsnorm?)"),
+        ("--n-layer x", "--n-layer: invalid literal for int() with base 10: 'x'"),
+        ("--n-layer 2.5", "'2.5'"),
+        ("--n-layer", "missing value for argument '--n-layer'"),
+        ("--lr fast", "--lr: could not convert string to float: 'fast'"),
+        ("--compile yes", "yes is neither a flag"),
+        ("configs/quickstart", "configs/quickstart is neither a flag"),
+        ("--n-head 5", "n_embd 768 does not divide into n_head 5 heads; 765 would"),
+        ("--pos rope --head-dim 3", "needs an even head_dim"),
+        ("--max-iters 100 --warmup-iters 100", "warmup_iters 100 is not shorter than max_iters 100; try 10"),
+        ("--lr nan", "lr is nan"),
+        ("--lr=-1", "lr is -1.0"),
+        ("--min-lr 1", "min_lr 1.0 is above lr"),
+        ("--beta1 1.0", "beta1 is 1.0; it must be at least 0 and below 1"),
+        ("--batch-size 0", "batch_size is 0; it must be at least 1"),
+        ("--seed=-1", "seed is -1"),
+        ("--run-name a/b", "run_name 'a/b' must be a plain folder name"),
+        ("--resume --overwrite", "--resume and --overwrite exclude each other"),
+        ("--device gpu", "Expected one of ('auto', 'cpu', 'cuda', 'mps')"),
+        ("a.toml b.toml", "2 recipe files are named"),
+        ("configs/quickstrat.toml", "does not exist (did you mean configs/quickstart.toml?)"),
+    ],
+)
+def test_a_mistake_in_the_flags_is_one_sentence(flags, says):
+    assert says in refusal(flags.split())
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[model]\nnrom = 'rmsnorm'", "unknown key nrom (did you mean norm?)"),
+        ("[modle]\nnorm = 'rmsnorm'", "unknown table [modle] (did you mean model?)"),
+        ("[model]\nlr = 0.1", "lr belongs under [optim], not [model]"),
+        ("norm = 'rmsnorm'", "norm stands outside a table; put it under [model]"),
+        ("[model]\nn_layer = '4'", "n_layer is '4', but input should be a valid integer"),
+        ("[model]\nn_layer = 4.0", "n_layer is 4.0, but input should be a valid integer"),
+        ("[model]\nbias = 1", "bias is 1, but input should be a valid boolean"),
+        ("[model]\nnorm = 'rms'", "norm is 'rms', but input should be 'layernorm' or 'rmsnorm'"),
+        ("[optim]\nlr = 'fast'", "lr is 'fast', but input should be a valid number"),
+        ("model = 3", "model is 3, but it is a table"),
+        ("[model\n", "cannot be read"),
+    ],
+)
+def test_a_mistake_in_a_recipe_names_the_file(tmp_path, text, says):
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text(text, encoding="utf-8")
+    message = refusal([str(recipe)])
+    assert says in message
+    assert str(recipe) in message
+
+
+def test_help_explains_every_flag(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        load_config(["--help"])
+    assert stopped.value.code == 0
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    for words in ("--norm {layernorm,rmsnorm} Which norm", "--grad-clip FLOAT Largest global gradient norm"):
+        assert words in shown

@@ -1,0 +1,105 @@
+"""python -m data.prepare as a user meets it: results, help, one sentence and exit code 2 for a mistake."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from data import open_dataset
+
+ROOT = Path(__file__).parents[1]
+
+
+def run_prepare(*arguments: str) -> subprocess.CompletedProcess:
+    # no cache and a proxy that refuses: without network, on any machine
+    env = os.environ | {"TIKTOKEN_CACHE_DIR": "", "HTTPS_PROXY": "http://127.0.0.1:9", "COLUMNS": "200"}
+    command = [sys.executable, "-m", "data.prepare", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+
+
+@pytest.fixture
+def corpus(tmp_path) -> Path:
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    (folder / "good.txt").write_text("good text\n" * 100, encoding="utf-8")
+    (folder / "empty.txt").write_text("", encoding="utf-8")
+    (folder / "latin.txt").write_bytes("caf\xe9".encode("latin-1"))
+    (folder / "rows.jsonl").write_text('{"body": "text"}\n', encoding="utf-8")
+    return folder
+
+
+def test_two_runs(tmp_path, corpus):
+    command = ["text", "--name", "d", "--files", str(corpus / "good.txt"), "--tokenizer", "char"]
+    first = run_prepare(*command, "--data-dir", str(tmp_path / "data"))
+    assert (first.returncode, first.stderr) == (0, "")
+    assert "900 tokens to train on, 100 for validation, vocabulary of 8 (char)" in first.stdout
+    assert len(open_dataset("d", root=tmp_path / "data").train) == 900
+    second = run_prepare(*command, "--data-dir", str(tmp_path / "data"))
+    assert (second.returncode, second.stderr) == (0, "")
+    assert "nothing to do" in second.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("text --name d --files FOLDER/absent.txt", "no file, folder or match for"),
+        ("text --name d --files FOLDER/empty.txt", "no text to speak of"),
+        ("text --name d --files FOLDER/latin.txt", "latin.txt is not UTF-8 text: see byte 3"),
+        ("text --name d --files FOLDER/rows.jsonl", "no column 'text'; pass --column with one of: body"),
+        ("text --name d --files FOLDER/good.txt --tokenizer gpt-2", "did you mean 'gpt2'?"),
+        ("text --name d --files FOLDER/good.txt --tokenizer cl100k_base", "use the byte tokenizer"),
+        ("text --name a/b --files FOLDER/good.txt", "'a/b' cannot name a data set"),
+        ("text --name d --files FOLDER/good.txt --val-fraction 1", "--val-fraction must lie between 0 and 1"),
+        ("text --name d --files FOLDER/good.txt --workers -1", "--workers must not be negative"),
+        ("hf --name d --path FOLDER --max-tokens 0", "--max-tokens must be at least 2"),
+    ],
+)
+def test_a_mistake_is_one_sentence(tmp_path, corpus, arguments, message):
+    arguments = arguments.replace("FOLDER", str(corpus)).split()
+    done = run_prepare(*arguments, "--data-dir", str(tmp_path / "data"))
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    assert not list((tmp_path / "data").glob("*"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("", "{stdlib, text, hf}"),
+        ("webtext --name d", "stdlib, text, hf"),
+        ("text --files a.txt", "--name"),
+        ("text --name d --files a.txt --tokeniser byte", "--tokenizer"),
+        ("text --name d --files a.txt --val-fraction much", "--val-fraction"),
+    ],
+)
+def test_the_command_line_itself(arguments, message):
+    done = run_prepare(*arguments.split())
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_place_that_cannot_be_written_to(tmp_path, corpus):
+    (tmp_path / "file").touch()
+    done = run_prepare(
+        "text", "--name=d", f"--files={corpus / 'good.txt'}", f"--data-dir={tmp_path / 'file'}"
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert str(tmp_path / "file") in done.stderr
+
+
+def test_help_says_what_a_newcomer_asks():
+    done = run_prepare("text", "--help")
+    assert done.returncode == 0
+    for words in (
+        "--files",
+        "byte (no download)",
+        "(default: 0.1)",
+        "Local .txt, .md, .jsonl and .parquet files",
+    ):
+        assert words in done.stdout

@@ -1,0 +1,169 @@
+"""Text to ids and back."""
+
+import json
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import regex
+import tiktoken
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiktoken_ext import openai_public
+
+from data import DataError, load_tokenizer
+from data import tokenizer as tokenizer_module
+from data.sources import seam
+from data.tokenizer import ByteTokenizer, CharTokenizer
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]))
+# the characters that the patterns of tiktoken's encodings tell apart
+AWKWARD = st.text("ab \u00c9s'dl9.?/!- \n\r\t\u00a0\u3000\x1c\x85\u4e2d\u0301", min_size=10, max_size=120)
+
+
+@pytest.fixture(scope="module")
+def gpt2():
+    cache = os.environ.get("TIKTOKEN_CACHE_DIR", "")
+    if not (cache and any(Path(cache).glob("*"))):
+        pytest.skip("needs GPT-2's vocabulary in TIKTOKEN_CACHE_DIR")
+    return load_tokenizer({"name": "gpt2"})
+
+
+@given(TEXT)
+def test_bytes_are_utf8_and_come_back(text):
+    tokenizer = load_tokenizer({"name": "byte"})
+    assert tokenizer.encode(text) == list(text.encode("utf-8"))
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_bytes_are_what_a_tiktoken_encoding_of_256_bytes_gives():
+    ranks = {bytes([i]): i for i in range(256)}
+    encoding = tiktoken.Encoding(
+        "byte", pat_str=r"[\s\S]", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 256}
+    )
+    text = "naïve <|endoftext|> 🙂\r\n\x00"
+    byte = ByteTokenizer()
+    assert byte.encode(text) == encoding.encode_ordinary(text)
+    assert byte.vocab_size == encoding.n_vocab
+    assert byte.separator == encoding.eot_token
+    assert byte.decode([104, 256, 105]) == encoding.decode([104, 256, 105])
+
+
+def test_bytes_of_half_a_character_are_replaced():
+    assert ByteTokenizer().decode([0x61, 0xC3, 0x62]) == "a\ufffdb"
+
+
+@given(TEXT.filter(bool))
+def test_characters_come_back(text):
+    tokenizer = CharTokenizer(text)
+    assert tokenizer.vocab_size == len(set(text))
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    stored = json.loads(json.dumps(tokenizer.meta))
+    assert load_tokenizer(stored).encode(text) == tokenizer.encode(text)
+
+
+def test_character_ids_follow_code_points_as_nanogpts_do():
+    tokenizer = CharTokenizer("hello, 🙂")
+    characters = sorted(set("hello, 🙂"))
+    assert tokenizer.encode("ho🙂 ") == [characters.index(c) for c in "ho🙂 "]
+    assert tokenizer.separator is None
+
+
+@pytest.mark.parametrize(
+    "unknown", ["!", "~", "i", "\U0010ffff"]
+)  # before, behind and between the known ones
+def test_an_unknown_character_is_named(unknown):
+    with pytest.raises(DataError) as caught:
+        CharTokenizer("hello").encode("he" + unknown)
+    assert repr(unknown) in str(caught.value)
+    assert "'ehlo'" in str(caught.value)
+
+
+def test_unknown_tokenizer():
+    with pytest.raises(DataError, match=r"no tokenizer 'cl100k-base' \(did you mean 'cl100k_base'\?\)"):
+        load_tokenizer({"name": "cl100k-base"})
+    with pytest.raises(DataError, match="no tokenizer 'None'"):
+        load_tokenizer({})
+    with pytest.raises(DataError, match="without its characters"):
+        load_tokenizer({"name": "char"})
+
+
+def test_no_network_is_told_within_seconds(monkeypatch):
+    never = threading.Event()
+    monkeypatch.setattr(tokenizer_module, "DOWNLOAD_SECONDS", 0.2)
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: never.wait())
+    start = time.monotonic()
+    with pytest.raises(DataError, match=r"no answer in 0\.2 seconds.*TIKTOKEN_CACHE_DIR.*byte tokenizer"):
+        load_tokenizer({"name": "gpt2"})
+    assert time.monotonic() - start < 5
+    never.set()
+
+
+def test_a_failing_download_is_told(monkeypatch):
+    def refuse(name):
+        raise ConnectionError("a page of text")
+
+    monkeypatch.setattr(tiktoken, "get_encoding", refuse)
+    with pytest.raises(DataError, match=r"'gpt2' could not be fetched \(ConnectionError\).*byte tokenizer"):
+        load_tokenizer({"name": "gpt2"})
+
+
+def test_vocabularies_are_kept_inside_the_project_unless_the_user_says_where(monkeypatch):
+    seen = []
+
+    def record(name):
+        seen.append(os.environ.get("TIKTOKEN_CACHE_DIR"))
+        raise ConnectionError
+
+    monkeypatch.setattr(tiktoken, "get_encoding", record)
+    monkeypatch.delenv("DATA_GYM_CACHE_DIR", raising=False)
+    for chosen in (None, "/chosen"):
+        monkeypatch.delenv("TIKTOKEN_CACHE_DIR", raising=False)
+        if chosen:
+            monkeypatch.setenv("TIKTOKEN_CACHE_DIR", chosen)
+        with pytest.raises(DataError):
+            load_tokenizer({"name": "gpt2"})
+    inside = Path(tokenizer_module.__file__).parent / ".cache" / "tiktoken"
+    assert seen == [str(inside), "/chosen"]
+
+
+def test_gpt2(gpt2):
+    assert gpt2.encode("Hello world") == [15496, 995]
+    assert (gpt2.vocab_size, gpt2.separator) == (50257, 50256)
+    assert gpt2.separator not in gpt2.encode("a <|endoftext|> in the text")
+    assert gpt2.decode(gpt2.encode("naïve <|endoftext|>\n")) == "naïve <|endoftext|>\n"
+
+
+@given(AWKWARD, st.integers(5, 60))
+def test_gpt2_does_not_notice_a_seam(gpt2, text, limit):
+    end = seam(text, limit)
+    if end < limit:
+        assert gpt2.encode(text[:end]) + gpt2.encode(text[end:]) == gpt2.encode(text)
+
+
+@pytest.fixture(scope="module")
+def patterns():
+    """How each of tiktoken's encodings splits a text into words; that takes no vocabulary."""
+    with pytest.MonkeyPatch.context() as patch:
+        for loader in ("load_tiktoken_bpe", "data_gym_to_mergeable_bpe_ranks"):
+            patch.setattr(openai_public, loader, lambda *args, **kwargs: {})
+        return [regex.compile(make()["pat_str"]) for make in openai_public.ENCODING_CONSTRUCTORS.values()]
+
+
+@settings(max_examples=300)
+@given(AWKWARD, st.integers(5, 60))
+def test_no_encoding_has_a_word_that_runs_over_a_seam(patterns, text, limit):
+    end = seam(text, limit)
+    if end < limit:
+        for pattern in patterns:
+            assert pattern.findall(text[:end]) + pattern.findall(text[end:]) == pattern.findall(text)
+
+
+def test_seam_is_before_the_last_space_behind_a_character():
+    assert seam("ab cd  ef", 9) == 5
+    assert seam("ab cd  ef", 5) == 2
+    assert seam("ab  \n  cd", 8) == 2
+    assert seam(" " * 9, 6) == 6
+    assert seam("abcdefghi", 6) == 6

@@ -1,0 +1,282 @@
+"""The same weights in transformers and here: logits, gradients, text, and nothing left over on either side."""
+
+import json
+import logging
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+
+import train
+from data import load_tokenizer, prepare
+from model import GPT, ModelConfig
+from tools import convert, sample
+from tools.interchange import FAMILIES, their_weights
+from tools.vocabulary import recognize, tokenizer_files
+from training.checkpoint import about, load_model, model_weights, save_model
+
+transformers = pytest.importorskip("transformers", reason="transformers is an extra of development only")
+
+LENGTHS = (1, 7, 32)
+LLAMA = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+LLAMA |= {"num_attention_heads": 4, "max_position_embeddings": 32, "bos_token_id": 1, "eos_token_id": 2}
+WIDE = LLAMA | {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 6}
+GPT2 = {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 32, "bos_token_id": 0}
+GPT2 |= {"eos_token_id": 0}
+NO_PAD = {"pad_token_id": None}  # transformers gives the embedding of a padding token no gradient
+
+THEIRS = {
+    "gpt2 small": ("gpt2", GPT2),
+    "gpt2 wide, untied, exact gelu": (
+        "gpt2",
+        GPT2
+        | {"n_embd": 48, "n_layer": 3, "n_head": 4, "n_inner": 100, "activation_function": "gelu"}
+        | {"tie_word_embeddings": False, "layer_norm_epsilon": 1e-3},
+    ),
+    "llama small": ("llama", LLAMA),
+    "llama wide, grouped, tied, all biases, long wavelengths": (
+        "llama",
+        WIDE
+        | {"num_key_value_heads": 2, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
+    ),
+    "llama head_dim, attention's biases": ("llama", LLAMA | {"head_dim": 12, "attention_bias": True}),
+    "qwen3 small, grouped": ("qwen3", LLAMA | {"num_key_value_heads": 1, "head_dim": 8}),
+    "qwen3 wide, tied, biases": (
+        "qwen3",
+        WIDE
+        | {"head_dim": 16, "tie_word_embeddings": True, "attention_bias": True, "num_key_value_heads": 3},
+    ),
+    "olmo2 small": ("olmo2", LLAMA | NO_PAD),
+    "olmo2 wide, grouped, tied, biases": (
+        "olmo2",
+        WIDE | NO_PAD | {"num_key_value_heads": 3, "tie_word_embeddings": True, "attention_bias": True},
+    ),
+}
+OURS = {
+    "gpt2": {"bias": True},
+    "gpt2 without biases, untied": {"bias": False, "tie_embeddings": False, "mlp": "gelu"},
+    "llama": {"norm": "rmsnorm", "pos": "rope", "mlp": "swiglu", "bias": False},
+    "llama grouped, biases, untied": {
+        **{
+            "norm": "rmsnorm",
+            "pos": "rope",
+            "mlp": "swiglu",
+            "bias": True,
+            "n_kv_head": 2,
+            "rope_theta": 1e5,
+        },
+        **{"tie_embeddings": False, "head_dim": 12, "norm_eps": 1e-4},
+    },
+    "qwen3": {"norm": "rmsnorm", "pos": "rope", "mlp": "swiglu", "bias": False, "qk_norm": "head"},
+    "qwen3 uneven heads, grouped, untied": {
+        **{"norm": "rmsnorm", "pos": "rope", "mlp": "swiglu", "bias": False, "qk_norm": "head"},
+        **{"n_embd": 30, "head_dim": 8, "n_kv_head": 1, "tie_embeddings": False, "mlp_hidden": 40},
+    },
+    "olmo2": {
+        **{"norm": "rmsnorm", "pos": "rope", "mlp": "swiglu", "bias": False, "qk_norm": "full"},
+        "placement": "output",
+    },
+    "olmo2 grouped, untied": {
+        **{"norm": "rmsnorm", "pos": "rope", "mlp": "swiglu", "bias": False, "qk_norm": "full"},
+        **{"placement": "output", "n_kv_head": 2, "tie_embeddings": False},
+    },
+}
+SMALL = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 32, "vocab_size": 61}
+
+
+def randomize(model: torch.nn.Module) -> torch.nn.Module:
+    """Every parameter moved off its initialization, gains and biases too; evaluation mode."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for p in model.parameters():
+            p += (0.05 if p.dim() == 2 else 0.3) * torch.randn(p.shape, generator=generator)
+    return model.eval()
+
+
+def theirs_of(name: str):
+    family, values = THEIRS[name]
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(family, **values)
+    return randomize(transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager"))
+
+
+@pytest.fixture(scope="module", params=THEIRS)
+def pair(request, tmp_path_factory):
+    """(model of transformers, ours after from-hf, the folder of theirs, the folder of ours)."""
+    theirs, folder = theirs_of(request.param), tmp_path_factory.mktemp("theirs")
+    theirs.save_pretrained(folder / "hf")
+    convert.main(["from-hf", str(folder / "hf"), "-o", str(folder / "ours")])
+    return theirs, load_model(folder / "ours"), folder / "hf", folder / "ours"
+
+
+def tokens(time: int, vocab_size: int = 61) -> torch.Tensor:
+    return torch.randint(vocab_size, (3, time), generator=torch.Generator().manual_seed(time))
+
+
+def assert_same_logits(theirs, ours, tolerance: float = 1e-5):
+    for time in LENGTHS:
+        with torch.no_grad():
+            expected, found = theirs(tokens(time)).logits, ours(tokens(time))[0]
+        assert expected.std() > 0.05, "logits that hardly differ prove nothing"
+        assert (found - expected).abs().max() <= tolerance
+
+
+def test_from_hf_gives_the_same_logits(pair):
+    theirs, ours, _, _ = pair
+    assert_same_logits(theirs, ours)
+
+
+def test_gradients_of_the_loss_agree(pair):
+    theirs, ours, _, _ = pair
+    family, targets = FAMILIES[theirs.config.model_type], tokens(32).roll(1, 0)
+    F.cross_entropy(theirs(tokens(32)).logits.flatten(0, 1), targets.flatten()).backward()
+    ours(tokens(32), targets)[1].backward()
+    grads = {name: p.grad for name, p in ours.named_parameters()}
+    if "{mlp}" not in family.biased:  # biases of ours that stand for none of theirs
+        grads = {n: g for n, g in grads.items() if not n.endswith(("up.bias", "gate.bias", "down.bias"))}
+    found = their_weights(family, ours.config, grads)
+    for name, p in theirs.named_parameters():
+        assert (found[name] - p.grad).abs().max() <= 1e-4 * p.grad.abs().max(), name
+    theirs.zero_grad(), ours.zero_grad()
+
+
+def test_back_again_every_weight_is_bit_for_bit_the_same(pair, tmp_path):
+    theirs, _, _, ours = pair
+    convert.main(["to-hf", str(ours), "-o", str(tmp_path / "back")])
+    back, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "back", output_loading_info=True
+    )
+    assert not info["missing_keys"]
+    assert not info["mismatched_keys"]
+    weights = back.state_dict()
+    for name, tensor in theirs.state_dict().items():
+        assert torch.equal(tensor, weights[name]), name
+    assert_same_logits(theirs, load_model(ours))
+
+
+@pytest.fixture(params=OURS)
+def exported(request, tmp_path):
+    """(our model, the folder that to-hf has made of it)."""
+    torch.manual_seed(0)
+    model = randomize(GPT(ModelConfig(**SMALL | OURS[request.param])))
+    (tmp_path / "ours").mkdir()
+    save_model(tmp_path / "ours", model_weights(model), about(model, None))
+    convert.main(["to-hf", str(tmp_path / "ours"), "-o", str(tmp_path / "hf")])
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["model_type"] == request.param.split()[0]
+    return model, tmp_path / "hf"
+
+
+def test_transformers_loads_what_to_hf_writes_without_a_word_and_agrees(exported, caplog):
+    ours, folder = exported
+    transformers.utils.logging.enable_propagation()
+    with caplog.at_level(logging.WARNING):
+        theirs, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    transformers.utils.logging.disable_propagation()
+    assert not any(
+        info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
+    )
+    assert [r.message for r in caplog.records if r.levelno >= logging.WARNING] == []
+    assert theirs.dtype == torch.float32
+    assert_same_logits(theirs, ours)
+
+
+def test_shards_and_bfloat16_come_in_as_float32(tmp_path):
+    theirs = theirs_of("qwen3 small, grouped").to(torch.bfloat16)
+    theirs.save_pretrained(tmp_path / "hf", max_shard_size="20KB")
+    assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 1
+    convert.main(["from-hf", str(tmp_path / "hf"), "-o", str(tmp_path / "ours")])
+    ours = load_model(tmp_path / "ours")
+    assert {p.dtype for p in ours.parameters()} == {torch.float32}
+    widened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    assert_same_logits(widened, ours)
+
+
+def test_the_bare_names_and_mask_buffers_of_old_gpt2_files_are_understood(tmp_path):
+    """openai-community/gpt2 has no prefix, and holds each layer's causal mask."""
+    theirs, file = theirs_of("gpt2 small"), tmp_path / "hf" / "model.safetensors"
+    theirs.save_pretrained(tmp_path / "hf")
+    weights = {name.removeprefix("transformer."): t for name, t in load_file(file).items()}
+    assert "wte.weight" in weights
+    weights |= {"h.0.attn.bias": torch.ones(1, 1, 32, 32), "h.0.attn.masked_bias": torch.tensor(-1e4)}
+    save_file(weights, file)
+    convert.main(["from-hf", str(tmp_path / "hf"), "-o", str(tmp_path / "ours")])
+    assert_same_logits(theirs, load_model(tmp_path / "ours"))
+
+
+def test_rope_theta_is_read_where_transformers_4_wrote_it(tmp_path):
+    theirs = theirs_of("llama wide, grouped, tied, all biases, long wavelengths")
+    theirs.save_pretrained(tmp_path / "hf")
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    config |= {"rope_theta": config.pop("rope_parameters")["rope_theta"], "rope_scaling": None}
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
+    convert.main(["from-hf", str(tmp_path / "hf"), "-o", str(tmp_path / "ours")])
+    assert load_model(tmp_path / "ours").config.rope_theta == 500000.0
+    assert_same_logits(theirs, load_model(tmp_path / "ours"))
+
+
+# ---- text: a model trained here speaks the same through transformers
+
+RECIPE = """
+[model]
+n_layer = 2
+n_head = 2
+n_embd = 32
+block_size = 64
+{model}
+[optim]
+max_iters = 60
+batch_size = 8
+lr = 1e-2
+min_lr = 1e-3
+warmup_iters = 5
+[run]
+eval_interval = 60
+log_interval = 60
+eval_tokens = 512
+wandb = "disabled"
+device = "cpu"
+out_dir = '{folder}'
+[data]
+dataset = '{folder}/bard'
+"""
+QWEN3 = 'norm = "rmsnorm"\npos = "rope"\nmlp = "swiglu"\nbias = false\nqk_norm = "head"'
+
+
+@pytest.mark.parametrize(("tokenizer", "model"), [("byte", ""), ("char", QWEN3)], ids=["gpt2", "qwen3"])
+def test_a_model_trained_here_continues_a_prompt_alike_on_both_sides(
+    tokenizer, model, tmp_path, capsys, monkeypatch
+):
+    (tmp_path / "text.txt").write_text(
+        "to be, or not to be, that is the question: été\n" * 300, encoding="utf-8"
+    )
+    prepared = ["text", "--name", "bard", "--files", str(tmp_path / "text.txt"), "--tokenizer", tokenizer]
+    monkeypatch.setattr(sys, "argv", ["prepare", *prepared, "--data-dir", str(tmp_path)])
+    prepare.main()
+    (tmp_path / "run.toml").write_text(RECIPE.format(model=model, folder=tmp_path), encoding="utf-8")
+    train.main([str(tmp_path / "run.toml")])
+    capsys.readouterr()
+    sample.main([str(tmp_path / "run"), "--prompt", "that is", "--tokens", "40", "--temperature", "0"])
+    expected = capsys.readouterr().out.removesuffix("\n")
+    assert len(set(expected)) > 5, "the model says nothing, which proves nothing"
+
+    convert.main(["to-hf", str(tmp_path / "run"), "-o", str(tmp_path / "hf")])
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    words = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    ids = words("that is", return_tensors="pt")
+    found = model.generate(**ids, max_new_tokens=40, min_new_tokens=40, do_sample=False)
+    assert words.decode(found[0]) == expected
+
+
+@pytest.mark.parametrize("text", ["été, naïve 北京 \t\n  two  spaces", "don't  I'll \x00\x7f"])
+def test_the_byte_tokenizer_means_the_same_in_transformers(text, tmp_path):
+    ours = load_tokenizer({"name": "byte"})
+    for name, body in tokenizer_files(ours, 64).items():
+        (tmp_path / name).write_text(body, encoding="utf-8")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert theirs(text)["input_ids"] == ours.encode(text)
+    assert theirs.decode(ours.encode(text)) == text
+    assert theirs.eos_token_id == ours.separator
+    assert recognize(tmp_path) == ({"name": "byte"}, "")

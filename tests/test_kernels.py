@@ -1,0 +1,152 @@
+"""The public face: which path is taken, what is refused and in which words, and where triton is missing."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from kernel_cases import FUNCTIONS, Case, assert_accurate
+
+import kernels
+from kernels import eager
+
+OPTIONS = {"kind": "rmsnorm", "eps": 1e-5}
+x = torch.ones(2, 8)
+gain = torch.ones(8)
+
+
+@pytest.mark.parametrize(
+    ("message", "changes"),
+    [
+        ("kind must be 'layernorm' or 'rmsnorm', not 'batchnorm'", {"kind": "batchnorm"}),
+        ("impl must be 'auto', 'torch' or 'triton', not 'cuda'", {"impl": "cuda"}),
+        ("eps must be", {"eps": 0.0}),
+        ("eps must be", {"eps": -1e-5}),
+        ("eps must be", {"eps": float("nan")}),
+        ("eps must be", {"eps": float("inf")}),
+        ("eps must be a positive number that torch.float32 can hold, not 1e-46", {"eps": 1e-46}),
+        ("eps must be", {"eps": 1e39}),
+        ("x and s must have the same shape", {"s": torch.ones(1, 8)}),
+        ("x and s must have the same shape", {"x": torch.ones(()), "s": torch.ones(())}),
+        ("weight must have shape \\[8\\] like x's rows, not \\[1\\]", {"weight": torch.ones(1)}),
+        ("RMSNorm has no bias, so bias must be None", {"bias": gain}),
+        ("bias must have shape", {"kind": "layernorm", "bias": torch.ones(2, 8)}),
+        ("x, s and out_dtype must be", {"x": x.long()}),
+        ("x, s and out_dtype must be", {"out_dtype": torch.int8}),
+        ("or all float64", {"x": x.double()}),
+        ("weight may not be torch.float64 where x is torch.float32", {"weight": gain.double()}),
+        ("x is on cpu, but s is on meta", {"s": x.to("meta")}),
+        ("x is on cpu, but weight is on meta", {"weight": gain.to("meta")}),
+    ],
+)
+def test_mistakes_are_refused_in_one_sentence(message, changes):
+    arguments = {"x": x, "s": x, "weight": gain, **OPTIONS}
+    kernels.add_norm(**arguments)
+    with pytest.raises(ValueError, match=message) as error:
+        kernels.add_norm(**(arguments | changes))
+    assert "\n" not in str(error.value)
+
+
+def test_both_gains_of_the_sandwich_are_checked():
+    kernels.norm_add_norm(x, x, gain, None, gain, None, **OPTIONS)
+    with pytest.raises(ValueError, match="out_weight must have shape"):
+        kernels.norm_add_norm(x, x, gain[:4], None, gain, None, **OPTIONS)
+    with pytest.raises(ValueError, match="out_bias must be None"):
+        kernels.norm_add_norm(x, x, gain, gain, gain, None, **OPTIONS)
+
+
+def test_a_small_eps_is_fine_in_float64():
+    tiny = x.double() * 1e-60
+    y = kernels.norm(tiny, gain, kind="rmsnorm", eps=1e-200)
+    torch.testing.assert_close(y, torch.ones_like(y))
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_eps_reaches_the_statistics(impl):
+    small = 1e-3 * x
+    expected = {1e-6: 2**-0.5, 1e-2: 1 / (1 + 1e4) ** 0.5}
+    for eps, value in expected.items():
+        y = kernels.norm(small, gain, kind="rmsnorm", eps=eps, impl=impl)
+        torch.testing.assert_close(y, torch.full_like(y, value), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_rows_of_zeros_and_float16_squares_that_overflow(impl):
+    zeros = torch.zeros(2, 8, dtype=torch.float16)
+    assert torch.equal(kernels.norm(zeros, gain, impl=impl, **OPTIONS), zeros)
+    large = torch.full((2, 8), 6e4, dtype=torch.float16)
+    torch.testing.assert_close(kernels.norm(large, gain, impl=impl, **OPTIONS), torch.ones_like(large))
+
+
+def test_rows_beyond_the_limit():
+    wide = torch.ones(1, kernels.MAX_D + 1)
+    with pytest.raises(ValueError, match=f"at most {kernels.MAX_D} elements, not {kernels.MAX_D + 1}"):
+        kernels.norm(wide, wide[0], impl="triton", **OPTIONS)
+    assert kernels.norm(wide, wide[0], **OPTIONS).shape == wide.shape
+
+
+class OnCuda:
+    """As much of a CUDA tensor as the choice of a path looks at."""
+
+    device = torch.device("cuda")
+    shape = (2, 8)
+
+
+def test_auto_is_triton_on_cuda_and_torch_elsewhere(monkeypatch):
+    assert kernels.backend("auto", x) is eager
+    assert kernels.backend("torch", OnCuda) is eager
+    assert kernels.backend("auto", OnCuda).__name__ == "kernels.fused"
+    monkeypatch.setattr(kernels, "HAS_TRITON", False)
+    assert kernels.backend("auto", OnCuda) is eager
+
+
+def test_why_triton_cannot_run(monkeypatch):
+    monkeypatch.setattr(kernels, "INTERPRETED", True)
+    assert kernels.triton_problem("cpu") is None
+    monkeypatch.setattr(kernels, "INTERPRETED", False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "need a CUDA device, not cpu" in kernels.triton_problem("cpu")
+    assert "torch finds none" in kernels.triton_problem("cuda")
+    with pytest.raises(ValueError, match="need a CUDA device, not cpu"):
+        kernels.norm(x, gain, impl="triton", **OPTIONS)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert kernels.triton_problem("cuda") is None
+    monkeypatch.setattr(kernels, "HAS_TRITON", False)
+    assert "not installed" in kernels.triton_problem("cuda")
+
+
+WITHOUT_TRITON = """
+import sys
+import importlib.util
+find_spec = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "triton" else find_spec(name, *rest)
+import torch, kernels
+assert not any(name.split(".")[0] == "triton" for name in sys.modules), "triton was imported"
+x, gain = torch.ones(2, 8), torch.ones(8)
+print(kernels.norm(x, gain, kind="rmsnorm", eps=1e-5).sum().item())
+try:
+    kernels.norm(x, gain, kind="rmsnorm", eps=1e-5, impl="triton")
+except ValueError as error:
+    print(error)
+"""
+
+
+def test_a_machine_without_triton():
+    environment = os.environ | {"TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-c", WITHOUT_TRITON]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.splitlines()
+    assert float(first) == pytest.approx(16, rel=1e-4)
+    assert "triton" in second
+    assert "not installed" in second
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_auto_on_a_gpu_runs_the_kernels(function):
+    kernels.launches.clear()
+    assert_accurate(Case(function, "layernorm", (64, 768), torch.float32, torch.bfloat16), impl="auto")
+    assert kernels.launches["forward"] == 1

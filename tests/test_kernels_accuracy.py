@@ -1,0 +1,194 @@
+"""The torch path and the Triton kernels against float64, over shapes, layouts, dtypes and used outputs."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_cases import DEVICE, FUNCTIONS, Case, assert_accurate
+
+import kernels
+from kernels.triton_kernels import Tiles
+
+MIXED = (torch.float32, torch.bfloat16)
+DTYPES = (
+    (torch.float32, torch.float32),
+    MIXED,
+    (torch.float32, torch.float16),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float16, torch.float16),
+    (torch.float64, torch.float64),
+)
+both_kinds = pytest.mark.parametrize("kind", kernels.KINDS)
+all_functions = pytest.mark.parametrize("function", FUNCTIONS)
+both_impls = pytest.mark.parametrize("impl", ["torch", "triton"])
+
+
+@both_impls
+@both_kinds
+@all_functions
+@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
+def test_dtypes(function, kind, dtypes, impl):
+    stream, branch = dtypes
+    assert_accurate(Case(function, kind, (3, 5, 17), stream, branch), impl=impl)
+
+
+@both_impls
+@pytest.mark.parametrize("gains", [torch.float16, torch.bfloat16])
+def test_gains_in_half_precision_get_gradients_in_half_precision(gains, impl):
+    assert_accurate(Case("norm_add_norm", "layernorm", (6, 17), *MIXED, gains=gains), impl=impl)
+
+
+@both_kinds
+@pytest.mark.parametrize("D", [1, 3, 17, 64, 768, 1000, 1002])
+def test_widths(kind, D):
+    assert_accurate(Case("norm_add_norm", kind, (3, D), *MIXED))
+    assert_accurate(Case("add_norm", kind, (3, D)))
+
+
+@pytest.mark.slow
+@both_kinds
+@all_functions
+@pytest.mark.parametrize("D", [1, 3, 17, 64, 768, 1000, 1002, 4096, kernels.MAX_D])
+@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
+def test_widths_with_everything_else(function, kind, D, dtypes):
+    assert_accurate(Case(function, kind, (3, D), *dtypes))
+
+
+@both_kinds
+def test_a_wide_row(kind):
+    assert_accurate(Case("norm_add_norm", kind, (2, 4096), *MIXED))
+
+
+@both_impls
+@both_kinds
+@all_functions
+def test_no_rows(function, kind, impl):
+    assert_accurate(Case(function, kind, (0, 17)), impl=impl)
+
+
+def rows_around_the_number_of_programs(D):
+    P = Tiles.of(D).programs(1 << 30) * Tiles.of(D).rows
+    return 1, P - 1, P, P + 1
+
+
+@pytest.mark.slow
+@both_kinds
+@pytest.mark.parametrize("D", [17, 1002])
+def test_rows_around_the_number_of_programs(kind, D):
+    for rows in rows_around_the_number_of_programs(D):
+        assert_accurate(Case("add_norm", kind, (rows, D)))
+
+
+def test_more_rows_than_the_programs_take_at_once(monkeypatch):
+    monkeypatch.setattr(kernels.triton_kernels, "BACKWARD_WARPS", 8)
+    for D in (17, 1002):
+        for rows in rows_around_the_number_of_programs(D):
+            assert_accurate(Case("norm_add_norm", "layernorm", (rows, D)))
+
+
+@both_impls
+@pytest.mark.parametrize("function", ["add_norm", "norm_add_norm"])
+@pytest.mark.parametrize("shape", [(17,), (5, 17), (2, 3, 17), (2, 3, 2, 17)], ids=str)
+def test_any_leading_shape(function, shape, impl):
+    assert_accurate(Case(function, "layernorm", shape), impl=impl)
+
+
+@both_impls
+@both_kinds
+@pytest.mark.parametrize("function", ["add_norm", "norm_add_norm"])
+@pytest.mark.parametrize("outputs", ["r", "y", "ry"])
+def test_gradients_through_either_output(function, kind, outputs, impl):
+    for dtypes in ((torch.float32, torch.float32), MIXED):
+        assert_accurate(Case(function, kind, (5, 17), *dtypes), impl=impl, outputs=outputs)
+
+
+@both_impls
+@both_kinds
+@all_functions
+@pytest.mark.parametrize("D", [17, 1002])
+def test_rows_far_from_zero(function, kind, D, impl):
+    assert_accurate(Case(function, kind, (5, D), mean=100.0), impl=impl)
+
+
+def strided(t, layout):
+    """The same values under other strides."""
+    if layout == "transposed":
+        return t.transpose(0, -1).contiguous().transpose(0, -1)
+    if layout == "sliced":
+        return torch.cat([t, t + 1, t], -1)[..., : t.shape[-1]]
+    if layout == "offset":
+        return torch.cat([t.flatten()[:3], t.flatten()])[3:].view(t.shape)
+    return t
+
+
+LAYOUTS = ("contiguous", "transposed", "sliced", "offset")
+
+
+@both_impls
+@all_functions
+@pytest.mark.parametrize("layout", LAYOUTS[1:])
+def test_strided_inputs_and_gradients(function, layout, impl):
+    case = Case(function, "layernorm", (2, 5, 17))
+    tensors = {name: strided(t, layout) if t.dim() > 1 else t for name, t in case.inputs().items()}
+    gradients = {name: strided(t, layout) for name, t in case.gradients().items()}
+    assert_accurate(case, impl=impl, tensors=tensors, gradients=gradients)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_any_combination(data):
+    draw = data.draw
+    case = Case(
+        function=draw(st.sampled_from(FUNCTIONS)),
+        kind=draw(st.sampled_from(kernels.KINDS)),
+        shape=(*draw(st.lists(st.integers(0, 5), max_size=3)), draw(st.integers(1, 70))),
+        stream=draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])),
+        branch=draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])),
+        gains=draw(st.sampled_from([torch.float32, torch.bfloat16])),
+        bias=draw(st.booleans()),
+        mean=draw(st.sampled_from([0.0, 3.0])),
+    )
+    layouts = st.sampled_from(LAYOUTS)
+    tensors = {n: strided(t, draw(layouts)) if t.dim() > 1 else t for n, t in case.inputs().items()}
+    used = draw(st.sampled_from(["r", "y", "ry"])) if len(case.outputs) == 2 else case.outputs
+    gradients = {n: strided(t, draw(layouts)) for n, t in case.gradients(outputs=used).items()}
+    assert_accurate(case, tensors=tensors, gradients=gradients, eps=draw(st.sampled_from([1e-6, 1e-5, 0.1])))
+
+
+@both_impls
+@both_kinds
+@all_functions
+def test_gradcheck(function, kind, impl):
+    from kernel_cases import call
+
+    case = Case(function, kind, (3, 5), torch.float64, torch.float64, torch.float64)
+    tensors = {name: t.requires_grad_() for name, t in case.inputs().items()}
+
+    def outputs(*values):
+        return tuple(call(case, dict(zip(tensors, values, strict=True)), impl=impl).values())
+
+    assert torch.autograd.gradcheck(outputs, tuple(tensors.values()))
+
+
+@both_impls
+def test_both_outputs_read_by_later_layers(impl):
+    """Two joins in a row: the gradient of each sum comes from the next join and from the branch."""
+    generator = torch.Generator().manual_seed(0)
+    x, w1, w2, mix = (
+        torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu").to(DEVICE)
+        for shape in [(4, 6), (6,), (6,), (6, 6)]
+    )
+    options = {"kind": "layernorm", "eps": 1e-5}
+
+    def gradients(impl, dtype):
+        leaves = [t.to(dtype).requires_grad_() for t in (x, w1, w2, mix)]
+        stream, first, second, matrix = leaves
+        stream, read = kernels.add_norm(stream, stream @ matrix, first, impl=impl, **options)
+        stream, read = kernels.norm_add_norm(
+            stream, read @ matrix, second, None, first, None, impl=impl, **options
+        )
+        return torch.autograd.grad((stream * read).square().mean(), leaves)
+
+    results = gradients(impl, torch.float32), gradients("torch", torch.float64)
+    for ours, exact in zip(*results, strict=True):
+        torch.testing.assert_close(ours.double(), exact, rtol=1e-4, atol=1e-5)

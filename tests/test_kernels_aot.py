@@ -1,0 +1,83 @@
+"""What the compiled kernels do on sm_80, sm_90 and sm_100, read from their PTX and cubins without a GPU."""
+
+import os
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+import torch
+
+from kernels import aot
+
+
+def compile_all(*options):
+    """A process with the interpreter on, as this one is, cannot compile."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "kernels.aot", *options]
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+
+def test_hopper_moves_no_byte_too_many():
+    done = compile_all("--arch", "90", "--dim", "64", "768", "4096")
+    assert done.stdout.endswith("no faults\n"), done.stdout[-2000:] + done.stderr[-2000:]
+    rows = done.stdout.splitlines()[1:-2]
+    assert len(rows) == 180  # 5 functions, 2 kinds, 2 streams, 3 widths, 3 kernels each
+    assert done.returncode == 0
+
+
+@pytest.mark.slow
+def test_every_architecture_and_width():
+    done = compile_all()
+    assert done.stdout.endswith("no faults\n"), done.stdout[-2000:] + done.stderr[-2000:]
+
+
+PTX = """
+    ld.param.b64 %rd1, [forward_param_0];
+    ld.param.b64 %rd2, [forward_param_1];
+    ld.param.b32 %r1, [forward_param_2];
+    mul.wide.s32 %rd3, %r1, 2;
+    add.s64 %rd4, %rd1, %rd3;
+    @%p1 ld.global.v4.b32 { %r2, %r3, %r4, %r5 }, [ %rd4 + 0 ];
+    @%p1 ld.global.L1::evict_last.b16 { %rs1 }, [ %rd4 + 0 ];
+    add.s64 %rd5, %rd2, %rd3;
+    @%p2 st.global.v2.b32 [ %rd5 + 16 ], { %r2, %r3 };
+"""
+
+
+def test_accesses_are_traced_to_their_arguments():
+    counts = aot.accesses(PTX, ["x", "y", "M"])
+    assert counts == Counter({("x", 16): 1, ("x", 2): 1, ("y", 8): 1})
+
+
+def finding(**changes):
+    case = aot.Case("add_norm", "rmsnorm", torch.float32, 768, 90)
+    clean = {
+        "case": case,
+        "kernel": "forward",
+        "registers": 32,
+        "shared": 0,
+        "spilled": 0,
+        "widths": {"x": {16}, "s": {8}},
+        "float64": 0,
+        "atomics": 0,
+        "bytes_per_element": 12,
+    }
+    return aot.Finding(**(clean | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"bytes_per_element": 16}, "16 bytes per element where the limit is 12"),
+        ({"widths": {"x": {8}}}, "x moves in accesses of 8 bytes"),
+        ({"widths": {"s": {16, 4}}}, "s moves in accesses of 4 bytes"),
+        ({"spilled": 8}, "8 bytes spilled"),
+        ({"float64": 3}, "3 float64 instructions"),
+        ({"atomics": 1}, "1 atomic instructions"),
+    ],
+)
+def test_each_fault_is_reported(changes, message):
+    assert list(finding().faults()) == []
+    (fault,) = finding(**changes).faults()
+    assert fault.startswith(message)

@@ -1,0 +1,132 @@
+"""The custom operators: registration, compilation, what they save, and which path ran."""
+
+import pytest
+import torch
+from kernel_cases import DEVICE, FUNCTIONS, Case, call, run, textbook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import kernels
+from kernels import fused
+
+MIXED = (torch.float32, torch.bfloat16)
+all_functions = pytest.mark.parametrize("function", FUNCTIONS)
+both_kinds = pytest.mark.parametrize("kind", kernels.KINDS)
+
+
+def arguments_of(case, op):
+    """What one forward and backward of the case hand to nanonorm::<op>, cut off from the graph."""
+    seen = []
+
+    class Spy(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is getattr(torch.ops.nanonorm, op).default:
+                seen.append(args)
+            return func(*args, **(kwargs or {}))
+
+    with Spy():
+        run(call, case, case.inputs(), case.gradients())
+    (arguments,) = seen
+    return [t.detach() if isinstance(t, torch.Tensor) else t for t in arguments]
+
+
+@both_kinds
+@all_functions
+def test_opcheck(function, kind):
+    case = Case(function, kind, (2, 3, 5), *MIXED)
+    forward = arguments_of(case, "forward")
+    differentiable = [t.requires_grad_() if isinstance(t, torch.Tensor) else t for t in forward]
+    torch.library.opcheck(torch.ops.nanonorm.forward.default, differentiable)
+    backward = arguments_of(case, "backward")
+    torch.library.opcheck(torch.ops.nanonorm.backward.default, backward)
+
+
+@both_kinds
+@all_functions
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_fullgraph_compilation_changes_nothing(function, kind, impl):
+    torch.compiler.reset()
+    case = Case(function, kind, (2, 3, 5), *MIXED)
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    eager = run(call, case, case.inputs(), case.gradients(), impl=impl)
+    once = run(compiled, case, case.inputs(), case.gradients(), impl=impl)
+    tolerance = {"rtol": 0, "atol": 0} if impl == "triton" else {}
+    assert eager.keys() == once.keys()
+    for name, value in eager.items():
+        torch.testing.assert_close(once[name], value, **tolerance)
+
+
+# Bytes that each function may keep for backward beyond tensors that exist anyway: [mean,] rstd per norm.
+STATISTICS = {"norm": 1, "add_norm": 1, "add_norm_no_sum": 1, "norm_add": 1, "norm_add_norm": 2}
+SAVED = {
+    "norm": {"x", "weight"},
+    "add_norm": {"r", "weight"},
+    "add_norm_no_sum": {"x", "s", "weight"},
+    "norm_add": {"s", "weight"},
+    "norm_add_norm": {"r", "s", "weight", "out_weight"},
+}
+
+
+@both_kinds
+@all_functions
+def test_saved_tensors_are_those_of_the_table(function, kind):
+    case = Case(function, kind, (2, 3, 16), torch.bfloat16, torch.bfloat16)
+    tensors = {name: t.requires_grad_() for name, t in case.inputs().items()}
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        outputs = call(case, tensors)
+    known = {t.data_ptr(): name for name, t in (tensors | outputs).items()}
+    assert {known[t.data_ptr()] for t in saved if t.data_ptr() in known} == SAVED[function]
+    (statistics,) = (t for t in saved if t.data_ptr() not in known)
+    assert statistics.dtype == torch.float32
+    per_row = STATISTICS[function] * (2 if kind == "layernorm" else 1)
+    assert statistics.numel() == 6 * per_row
+
+
+@both_kinds
+@pytest.mark.parametrize("function", ["add_norm", "norm_add_norm"])
+def test_statistics_give_the_rms_of_the_stream(function, kind):
+    case = Case(function, kind, (4, 33), mean=2.0)
+    tensors = case.inputs()
+    gains = tensors["weight"], tensors.get("bias")
+    out = (tensors["out_weight"], tensors.get("out_bias")) if function == "norm_add_norm" else (None, None)
+    r, _, stats = fused.forward(
+        tensors["x"], tensors["s"], *out, *gains, kind, 1e-5, torch.float32, True
+    )
+    mean_square = fused.mean_square(stats, kind, 1e-5)
+    torch.testing.assert_close(mean_square, r.square().mean(-1), rtol=1e-5, atol=0)
+
+
+def test_one_gradient_buffer_serves_both_terms_of_a_sum_in_one_dtype():
+    shared = fused.backward(
+        *(torch.ones(3, 4, device=DEVICE) for _ in range(3)), None, None,
+        torch.ones(4, device=DEVICE), torch.ones(3, 1, device=DEVICE), "rmsnorm", None, False, False,
+    )  # fmt: skip
+    assert shared[1].numel() == 0
+
+
+@all_functions
+def test_launches_are_counted(function):
+    case = Case(function, "rmsnorm", (3, 17))
+    kernels.launches.clear()
+    run(call, case, case.inputs(), case.gradients(), impl="torch")
+    assert not kernels.launches
+    run(call, case, case.inputs(), case.gradients(), impl="triton")
+    assert kernels.launches == {"forward": 1, "backward": 1}
+
+
+def test_second_derivatives_are_refused():
+    """Backward has no backward of its own; a silent zero would be worse than an error."""
+    case = Case("norm", "rmsnorm", (3, 5))
+    for impl in ("torch", "triton"):
+        leaves = {name: t.requires_grad_() for name, t in case.inputs().items()}
+        y = call(case, leaves, impl=impl)["y"]
+        (dx,) = torch.autograd.grad(y.square().sum(), leaves["x"], create_graph=True)
+        with pytest.raises(RuntimeError):
+            dx.sum().backward()
+
+
+def test_the_textbook_is_not_the_torch_path():
+    """The accuracy tests compare with F.rms_norm; eager RMSNorm on the CPU must be another computation."""
+    case = Case("norm", "rmsnorm", (3, 5))
+    leaves = {name: t.requires_grad_() for name, t in case.inputs().items()}
+    assert call(case, leaves, impl="torch")["y"].grad_fn.name() != textbook(case, leaves)["y"].grad_fn.name()

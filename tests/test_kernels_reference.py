@@ -1,0 +1,92 @@
+"""The specification's hand-derived gradients against autograd of its own forward, in float64."""
+
+import pytest
+import torch
+from kernel_cases import EPS, FUNCTIONS, Case, run, textbook
+
+import kernels
+from kernels import reference
+
+F64 = {"stream": torch.float64, "branch": torch.float64, "gains": torch.float64}
+
+
+def forward(case, t):
+    """The outputs of reference.<function>, by name."""
+    settings = {"kind": case.kind, "eps": EPS}
+    weight, bias = t["weight"], t.get("bias")
+    if case.function == "norm":
+        return {"y": reference.norm(t["x"], weight, bias, **settings)}
+    if case.function == "norm_add":
+        return {"r": reference.norm_add(t["x"], t["s"], weight, bias, **settings)}
+    if case.function == "norm_add_norm":
+        gains = t["out_weight"], t.get("out_bias"), weight, bias
+        return dict(zip("ry", reference.norm_add_norm(t["x"], t["s"], *gains, **settings), strict=True))
+    want_sum = case.function == "add_norm"
+    r, y = reference.add_norm(t["x"], t["s"], weight, bias, want_sum=want_sum, **settings)
+    return {"r": r, "y": y} if want_sum else {"y": y}
+
+
+def backward(case, t, gradients):
+    """The gradients of reference.<function>_backward, by name."""
+    settings = {"kind": case.kind, "eps": EPS}
+    dr, dy = gradients.get("r"), gradients.get("y")
+    names = ["dx", "ds", "dweight", "dbias"]
+    if case.function == "norm":
+        names = ["dx", "dweight", "dbias"]
+        values = reference.norm_backward(dy, t["x"], t["weight"], **settings)
+    elif case.function == "norm_add":
+        values = reference.norm_add_backward(dr, t["s"], t["weight"], **settings)
+    elif case.function == "norm_add_norm":
+        names = ["dx", "ds", "dout_weight", "dout_bias", "dweight", "dbias"]
+        r = forward(case, t)["r"]
+        values = reference.norm_add_norm_backward(dr, dy, r, t["s"], t["out_weight"], t["weight"], **settings)
+    else:
+        values = reference.add_norm_backward(dr, dy, t["x"], t["s"], t["weight"], **settings)
+    return dict(zip(names, values, strict=True))
+
+
+def used_outputs():
+    for function in FUNCTIONS:
+        both = Case(function, "layernorm", ()).outputs
+        yield from ((function, used) for used in {both, both[0], both[-1]})
+
+
+@pytest.mark.parametrize("kind", kernels.KINDS)
+@pytest.mark.parametrize(("function", "used"), sorted(used_outputs()))
+def test_gradients_are_those_of_autograd(function, used, kind):
+    case = Case(function, kind, (2, 3, 7), **F64, mean=1.0)
+    tensors, gradients = case.inputs(), case.gradients(outputs=used)
+    exact = run(forward, case, tensors, gradients)
+    ours = backward(case, tensors, gradients)
+    for name, gradient in exact.items():
+        if name.startswith("d"):
+            torch.testing.assert_close(ours[name], gradient, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("kind", kernels.KINDS)
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_outputs_are_those_of_pytorch(function, kind):
+    case = Case(function, kind, (2, 3, 7), **F64, mean=1.0)
+    outputs, exact = forward(case, case.inputs()), textbook(case, case.inputs())
+    for name, truth in exact.items():
+        torch.testing.assert_close(outputs[name], truth, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_each_result_has_the_dtype_of_its_tensor(function):
+    case = Case(function, "layernorm", (3, 7), torch.float32, torch.bfloat16, torch.float16)
+    tensors = case.inputs()
+    outputs = forward(case, tensors)
+    assert outputs.get("r", tensors["x"]).dtype == torch.float32
+    if "y" in outputs:
+        assert outputs["y"].dtype == (torch.float32 if function == "norm" else torch.bfloat16)
+    for name, gradient in backward(case, tensors, case.gradients()).items():
+        assert gradient.dtype == tensors[name.removeprefix("d")].dtype, name
+
+
+def test_variance_is_centred_first():
+    """E[x^2] - E[x]^2 in float32 would leave nothing of a variance of 1e-4 around 100."""
+    x = 100 + 0.01 * torch.randn(4, 512, generator=torch.Generator().manual_seed(0))
+    y = reference.norm(x, torch.ones(512), kind="layernorm", eps=1e-12)
+    exact = reference.norm(x.double(), torch.ones(512), kind="layernorm", eps=1e-12)
+    torch.testing.assert_close(y.double(), exact, rtol=0, atol=2e-3)

@@ -1,0 +1,383 @@
+"""The model against a textbook written here on its own, and every switch doing what it says."""
+
+import itertools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from model import GPT, ModelConfig
+
+SMALL = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 16, "vocab_size": 19}
+NORMS, PLACEMENTS = ("layernorm", "rmsnorm"), ("pre", "post", "output", "sandwich")
+GRID = [
+    dict(zip(("norm", "placement", "qk_norm", "pos", "mlp"), values, strict=True))
+    for values in itertools.product(
+        NORMS, PLACEMENTS, ("off", "head", "full"), ("learned", "rope"), ("gelu", "swiglu")
+    )
+]
+
+
+def build(seed: int = 0, **switches) -> GPT:
+    torch.manual_seed(seed)
+    return GPT(ModelConfig(**SMALL | switches))
+
+
+def randomized(**switches) -> GPT:
+    """In float64, with gains, biases and weights far from their initialization."""
+    model = build(**switches).double()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in model.parameters():
+            p += 0.3 * torch.randn(p.shape, generator=generator, dtype=torch.float64)
+    return model
+
+
+def tokens_and_targets(batch: int = 3, time: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
+    ids = torch.randint(SMALL["vocab_size"], (batch, time + 1), generator=torch.Generator().manual_seed(2))
+    return ids[:, :-1], ids[:, 1:]
+
+
+# ---- the textbook: y = N_post(x + N_out(S(N_in(x)))), one sequence position at a time where that is plain
+
+
+def normalize(x, weights, name, config):
+    if config.norm == "layernorm":
+        centred = x - x.mean(-1, keepdim=True)
+        normal = centred / (centred.square().mean(-1, keepdim=True) + config.norm_eps).sqrt()
+    else:
+        normal = x / (x.square().mean(-1, keepdim=True) + config.norm_eps).sqrt()
+    return normal * weights[f"{name}.weight"] + weights.get(f"{name}.bias", 0.0)
+
+
+def rotate(x, theta):
+    """Complex multiplication of feature pairs (j, j + d/2) by exp(i t theta^(-2j/d))."""
+    time, width = x.shape[1], x.shape[-1]
+    pair = torch.complex(x[..., : width // 2], x[..., width // 2 :])
+    rate = theta ** (-2 * torch.arange(width // 2, dtype=torch.float64) / width)
+    angle = torch.arange(time, dtype=torch.float64)[:, None] * rate
+    turned = pair * torch.polar(torch.ones_like(angle), angle)[None, :, None, :]
+    return torch.cat((turned.real, turned.imag), -1)
+
+
+def linear(x, weights, name):
+    return x @ weights[f"{name}.weight"].T + weights.get(f"{name}.bias", 0.0)
+
+
+def textbook_attention(x, weights, name, config):
+    batch, time, _ = x.shape
+    heads, groups = config.n_head, config.n_kv_head or config.n_head
+    width = config.head_dim or config.n_embd // heads
+    qkv = linear(x, weights, f"{name}.qkv")
+    q, k, v = qkv.split([heads * width, groups * width, groups * width], -1)
+    if config.qk_norm == "full":
+        q, k = (
+            normalize(q, weights, f"{name}.q_norm", config),
+            normalize(k, weights, f"{name}.k_norm", config),
+        )
+    q, k, v = (t.reshape(batch, time, -1, width) for t in (q, k, v))
+    if config.qk_norm == "head":
+        q, k = (
+            normalize(q, weights, f"{name}.q_norm", config),
+            normalize(k, weights, f"{name}.k_norm", config),
+        )
+    if config.pos == "rope":
+        q, k = rotate(q, config.rope_theta), rotate(k, config.rope_theta)
+    mixed = []
+    for h in range(heads):
+        g = h // (heads // groups)
+        scores = q[:, :, h] @ k[:, :, g].transpose(1, 2) / math.sqrt(width)
+        scores = scores.masked_fill(torch.ones(time, time, dtype=torch.bool).triu(1), -math.inf)
+        mixed.append(scores.softmax(-1) @ v[:, :, g])
+    return linear(torch.cat(mixed, -1), weights, f"{name}.out")
+
+
+def textbook_mlp(x, weights, name, config):
+    up = linear(x, weights, f"{name}.up")
+    if config.mlp == "swiglu":
+        gate = linear(x, weights, f"{name}.gate")
+        return linear(gate * torch.sigmoid(gate) * up, weights, f"{name}.down")
+    if config.mlp == "gelu":
+        active = 0.5 * up * (1 + torch.erf(up / math.sqrt(2)))
+    else:
+        active = 0.5 * up * (1 + torch.tanh(math.sqrt(2 / math.pi) * (up + 0.044715 * up**3)))
+    return linear(active, weights, f"{name}.down")
+
+
+def textbook(weights, config, tokens):
+    x = weights["embed.weight"][tokens]
+    if config.pos == "learned":
+        x = x + weights["pos_embed.weight"][: tokens.shape[1]]
+    if config.embed_norm:
+        x = normalize(x, weights, "embed_norm", config)
+    alpha = (2 * config.n_layer) ** 0.25 if config.residual_scale == "deepnorm" else 1.0
+    before = "entry"  # N_in of a branch is stored with the join below it
+    for i in range(2 * config.n_layer):
+        branch = textbook_mlp if i % 2 else textbook_attention
+        reads = normalize(x, weights, before, config) if config.placement in ("pre", "sandwich") else x
+        s = branch(reads, weights, f"branches.{i}", config)
+        if config.placement in ("output", "sandwich"):
+            s = normalize(s, weights, f"joins.{i}.out_norm", config)
+        x = alpha * x + s
+        if config.placement == "post":
+            x = normalize(x, weights, f"joins.{i}.next_norm", config)
+        before = f"joins.{i}.next_norm"
+    if config.placement != "post":
+        x = normalize(x, weights, before, config)
+    return x @ weights.get("head.weight", weights["embed.weight"]).T
+
+
+def assert_textbook(model: GPT) -> None:
+    """Logits and every gradient to 1e-10 in float64."""
+    tokens, targets = tokens_and_targets()
+    weights = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
+    expected = textbook(weights, model.config, tokens)
+    F.cross_entropy(expected.flatten(0, 1), targets.flatten()).backward()
+    logits, loss = model(tokens, targets)
+    loss.backward()
+    torch.testing.assert_close(logits, expected, rtol=1e-10, atol=1e-10)
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(
+            p.grad, weights[name].grad, rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}"
+        )
+        shifts_scores = (
+            name.endswith("k_norm.bias") and model.config.pos == "learned"
+        )  # softmax does not see it
+        assert shifts_scores or p.grad.abs().max() > 1e-9, f"{name} gets no gradient"
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_equals_the_textbook(norm, placement):
+    assert_textbook(randomized(norm=norm, placement=placement))
+
+
+@pytest.mark.parametrize(
+    "switches",
+    [
+        {"norm": "rmsnorm", "qk_norm": "head", "pos": "rope", "mlp": "swiglu", "bias": False, "n_kv_head": 2},
+        {"placement": "sandwich", "qk_norm": "full", "pos": "rope", "n_kv_head": 1, "tie_embeddings": False},
+        {"placement": "output", "qk_norm": "full", "norm": "rmsnorm", "head_dim": 6, "rope_theta": 500.0},
+        {"placement": "post", "residual_scale": "deepnorm", "embed_norm": True, "mlp": "gelu"},
+        {"placement": "pre", "embed_norm": True, "qk_norm": "head", "mlp_hidden": 20, "norm_eps": 0.1},
+        {"dtype": "bfloat16", "residual_dtype": "compute", "pos": "rope"},
+    ],
+)
+def test_equals_the_textbook_with_other_switches(switches):
+    assert_textbook(randomized(**switches))
+
+
+@pytest.mark.parametrize("switches", GRID, ids=lambda s: "-".join(s.values()))
+def test_learns_a_repeated_batch_and_looks_at_no_later_token(switches):
+    model = build(**switches)
+    tokens, targets = tokens_and_targets(batch=2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    start = model(tokens, targets)[1].item()
+    for _ in range(120):
+        loss = model(tokens, targets)[1]
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert model(tokens, targets)[1].item() < start / 10
+    other = tokens.clone()
+    other[:, 9:] = (other[:, 9:] + 1) % SMALL["vocab_size"]
+    with torch.no_grad():
+        before, after = model(tokens)[0], model(other)[0]
+    assert torch.equal(before[:, :9], after[:, :9])
+    assert not torch.allclose(before[:, 9:], after[:, 9:], atol=1e-3)
+
+
+BASE = {"norm": "layernorm", "placement": "pre", "dropout": 0.0}
+SWITCHES = [
+    {"norm": "rmsnorm"},
+    {"placement": "post"},
+    {"placement": "output"},
+    {"placement": "sandwich"},
+    {"placement": "post", "residual_scale": "deepnorm"},
+    {"qk_norm": "head"},
+    {"qk_norm": "full"},
+    {"norm_eps": 0.5},
+    {"bias": False},
+    {"embed_norm": True},
+    {"pos": "rope"},
+    {"pos": "rope", "rope_theta": 10.0},
+    {"mlp": "gelu"},
+    {"mlp": "swiglu"},
+    {"mlp_hidden": 64},
+    {"n_kv_head": 2},
+    {"head_dim": 16},
+    {"tie_embeddings": False},
+    {"dtype": "bfloat16"},
+    {"dtype": "bfloat16", "residual_dtype": "compute"},
+    {"n_layer": 3},
+]
+
+
+def test_every_switch_changes_the_output():
+    """All pairs of switches differ, so no switch is accepted and ignored, and no two are one."""
+    tokens, _ = tokens_and_targets()
+    outputs = {}
+    for switches in [{}, *SWITCHES]:
+        model = randomized_float32(**BASE | switches)
+        with torch.no_grad():
+            outputs[str(switches)] = model(tokens)[0]
+    for (a, x), (b, y) in itertools.combinations(outputs.items(), 2):
+        assert not torch.allclose(x, y, atol=1e-5), f"{a} gives the same logits as {b}"
+
+
+def randomized_float32(**switches) -> GPT:
+    """One generator per parameter name, so that models with other parameters share the common ones."""
+    model = build(**switches)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            generator = torch.Generator().manual_seed(sum(map(ord, name)))
+            p += 0.2 * torch.randn(p.shape, generator=generator)
+    return model
+
+
+def n_params(c: ModelConfig) -> int:
+    """Counted by hand from the layer's shapes."""
+    width, head = c.n_embd, c.head_dim or c.n_embd // c.n_head
+    q, kv = c.n_head * head, (c.n_kv_head or c.n_head) * head
+    b = int(c.bias)
+    norm = width * (1 + (b if c.norm == "layernorm" else 0))
+    hidden = c.mlp_hidden or (math.ceil(8 * width / 3 / 8) * 8 if c.mlp == "swiglu" else 4 * width)
+    attention = width * (q + 2 * kv) + b * (q + 2 * kv) + q * width + b * width
+    per = 1 + (b if c.norm == "layernorm" else 0)
+    attention += {"off": 0, "head": 2 * head * per, "full": (q + kv) * per}[c.qk_norm]
+    matrices = 3 if c.mlp == "swiglu" else 2
+    mlp = matrices * width * hidden + b * ((matrices - 1) * hidden + width)
+    norms = {
+        "pre": 2 * c.n_layer + 1,
+        "post": 2 * c.n_layer,
+        "output": 2 * c.n_layer + 1,
+        "sandwich": 4 * c.n_layer + 1,
+    }
+    total = c.n_layer * (attention + mlp) + norms[c.placement] * norm + c.vocab_size * width
+    total += c.block_size * width if c.pos == "learned" else 0
+    total += norm if c.embed_norm else 0
+    return total + (0 if c.tie_embeddings else c.vocab_size * width)
+
+
+@pytest.mark.parametrize("switches", [*GRID, *SWITCHES], ids=str)
+def test_parameter_count_equals_the_formula(switches):
+    model = build(**switches)
+    assert model.n_params() == n_params(model.config)
+
+
+def test_the_defaults_are_gpt2():
+    assert n_params(ModelConfig()) == 124_439_808
+    with torch.device("meta"):
+        assert GPT(ModelConfig()).n_params() == 124_439_808
+
+
+@pytest.mark.parametrize(
+    ("switches", "out_std", "up_std"),
+    [
+        ({"placement": "pre"}, 0.02 / 2, 0.02),
+        ({"placement": "post"}, 0.02, 0.02),
+        ({"placement": "output"}, 0.02, 0.02),
+        ({"placement": "sandwich"}, 0.02, 0.02),
+        ({"placement": "post", "residual_scale": "deepnorm"}, 0.02 * 16**-0.25, 0.02 * 16**-0.25),
+    ],
+)
+@pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
+def test_initialization_follows_placement(switches, out_std, up_std, mlp):
+    model = build(**{"n_embd": 256, "mlp": mlp} | switches)
+    for attention, feed in zip(model.branches[::2], model.branches[1::2], strict=True):
+        stds = {
+            "out": (attention.out.weight, out_std),
+            "down": (feed.down.weight, out_std),
+            "up": (feed.up.weight, up_std),
+            "q, k": (attention.qkv.weight[:512], 0.02),
+            "v": (attention.qkv.weight[512:], up_std),
+        }
+        for name, (weight, std) in stds.items():
+            assert weight.std().item() == pytest.approx(std, rel=0.03), name
+    assert model.embed.weight.std().item() == pytest.approx(0.02, rel=0.03)
+
+
+def test_post_norm_stream_is_the_normalized_one():
+    model, seen = build(norm="rmsnorm", placement="post", norm_eps=1e-9), []
+    model(tokens_and_targets()[0], watch=lambda x: seen.append(x.square().mean(-1).sqrt()))
+    assert len(seen) == 5
+    for rms in seen[1:]:
+        torch.testing.assert_close(rms, torch.ones_like(rms), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("residual_dtype", ["float32", "compute"])
+def test_dtypes_inside(placement, dtype, residual_dtype):
+    """Branches read and write the compute dtype, the stream keeps its own, logits and gradients are float32."""
+    model = build(placement=placement, dtype=dtype, residual_dtype=residual_dtype, qk_norm="head")
+    compute, reads, stream = getattr(torch, dtype), [], []
+    for branch in model.branches:
+        branch.register_forward_hook(lambda _, args, out: reads.extend((args[0].dtype, out.dtype)))
+    logits, loss = model(*tokens_and_targets(), watch=lambda x: stream.append(x.dtype))
+    loss.backward()
+    assert set(reads) == {compute}
+    assert set(stream) == {compute if residual_dtype == "compute" else torch.float32}
+    assert logits.dtype == loss.dtype == torch.float32
+    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_is_the_float32_model_rounded(dtype):
+    switches = {"placement": "sandwich", "norm": "rmsnorm", "pos": "rope", "qk_norm": "full"}
+    exact, half = build(**switches), build(**switches, dtype=dtype)
+    tokens, _ = tokens_and_targets()
+    with torch.no_grad():
+        error = (half(tokens)[0] - exact(tokens)[0]).abs().max()
+    assert 0 < error < {"bfloat16": 0.02, "float16": 0.003}[dtype]
+
+
+def test_dropout_only_in_training():
+    model = build(dropout=0.5)
+    tokens, _ = tokens_and_targets()
+    with torch.no_grad():
+        assert not torch.equal(model(tokens)[0], model(tokens)[0])
+        model.eval()
+        assert torch.equal(model(tokens)[0], model(tokens)[0])
+        torch.testing.assert_close(model(tokens)[0], build()(tokens)[0])
+
+
+def test_targets_of_minus_one_do_not_count():
+    model = build()
+    tokens, targets = tokens_and_targets()
+    masked = targets.clone()
+    masked[:, 5:] = -1
+    logits, loss = model(tokens, masked)
+    expected = -logits[:, :5].log_softmax(-1).gather(-1, targets[:, :5, None]).mean()
+    torch.testing.assert_close(loss, expected)
+
+
+def test_tied_head_is_the_embedding():
+    assert build().head.weight is build().embed.weight or "head.weight" not in dict(
+        build().named_parameters()
+    )
+    untied = build(tie_embeddings=False)
+    assert not torch.equal(untied.head.weight, untied.embed.weight)
+
+
+@pytest.mark.parametrize(
+    ("switches", "says"),
+    [
+        ({"n_head": 5}, "n_embd 32 does not divide into n_head 5 heads; 30 would"),
+        ({"n_kv_head": 3}, "n_head 4 is not a multiple of n_kv_head 3"),
+        ({"pos": "rope", "head_dim": 7}, "head_dim is 7; pos rope rotates pairs"),
+        ({"residual_scale": "deepnorm"}, "belongs to placement post, not pre"),
+        ({"dropout": 1.0}, "dropout is 1.0"),
+        ({"norm_eps": 1e-60}, "norm_eps is 1e-60"),
+        ({"norm_eps": -1.0}, "norm_eps is -1.0"),
+        ({"n_layer": 0}, "n_layer is 0; it must be at least 1"),
+        ({"rope_theta": 0.0}, "rope_theta is 0.0"),
+        ({"norm": "batch"}, "layernorm"),
+        ({"n_layer": "2"}, "valid integer"),
+        ({"nrom": "rmsnorm"}, "Unexpected keyword"),
+    ],
+)
+def test_impossible_values_are_refused(switches, says):
+    with pytest.raises(ValueError, match=says.replace("(", r"\(")):
+        ModelConfig(**SMALL | switches)

@@ -1,0 +1,83 @@
+"""Parameter groups and learning rates."""
+
+import math
+
+import pytest
+import torch
+
+from configs import OptimConfig
+from model import GPT, ModelConfig, Norm
+from training.optimizer import learning_rate, make_optimizer
+
+TINY = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 8, "vocab_size": 11}
+
+
+def config(**changes) -> OptimConfig:
+    return OptimConfig(**{"max_iters": 100, "warmup_iters": 10, "lr": 1.0, "min_lr": 0.1} | changes)
+
+
+def rates(**changes) -> list[float]:
+    c = config(**changes)
+    return [learning_rate(step, c) for step in range(c.max_iters)]
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "wsd", "constant"])
+def test_warm_up_is_linear_and_never_zero(schedule):
+    assert rates(schedule=schedule)[:10] == pytest.approx([i / 10 for i in range(1, 11)])
+    assert rates(schedule=schedule, warmup_iters=0)[0] == 1.0
+
+
+def test_cosine_falls_from_the_peak_to_the_floor_on_the_last_step():
+    got = rates()
+    assert got[10] == 1.0
+    assert got[-1] == pytest.approx(0.1)
+    for step in range(10, 100):
+        assert got[step] == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi * (step - 10) / 89)) / 2)
+
+
+def test_wsd_is_flat_and_then_linear_over_the_last_fifth():
+    got = rates(schedule="wsd")
+    assert got[10:80] == [1.0] * 70
+    assert got[79:] == pytest.approx([1 - 0.9 * i / 20 for i in range(21)])
+
+
+def test_constant_stays():
+    assert rates(schedule="constant")[10:] == [1.0] * 90
+
+
+def test_one_step_runs_at_the_peak_rate():
+    assert rates(max_iters=1, warmup_iters=0) == [1.0]
+
+
+@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
+@pytest.mark.parametrize("tie", [True, False])
+def test_only_matrices_decay_and_each_parameter_is_in_one_group(norm, tie):
+    model = GPT(ModelConfig(**TINY, norm=norm, qk_norm="full", embed_norm=True, tie_embeddings=tie))
+    optimizer = make_optimizer(model, config(weight_decay=0.3))
+    decay = {id(p): g["weight_decay"] for g in optimizer.param_groups for p in g["params"]}
+    assert (
+        sum(len(g["params"]) for g in optimizer.param_groups) == len(list(model.parameters())) == len(decay)
+    )
+    for name, p in model.named_parameters():
+        matrix = name.endswith("weight") and p.ndim == 2 and "pos_embed" not in name
+        assert decay[id(p)] == (0.3 if matrix else 0.0), name
+
+
+def test_gains_move_without_decay_and_matrices_shrink_with_it():
+    """Gains have shape [D], get a gradient and change; with a zero gradient only matrices change."""
+    torch.manual_seed(0)
+    model = GPT(ModelConfig(**TINY))
+    optimizer = make_optimizer(model, config(lr=0.1, weight_decay=0.5))
+    gains = [m.weight for m in model.modules() if isinstance(m, Norm)]
+    assert [g.shape for g in gains] == [(16,)] * 5
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    optimizer.step()
+    for name, p in model.named_parameters():
+        matrix = p.ndim == 2 and name != "pos_embed.weight"
+        torch.testing.assert_close(p.detach(), before[name] * (0.95 if matrix else 1.0))
+    tokens = torch.arange(8)[None]
+    model(tokens, tokens)[1].backward()
+    optimizer.step()
+    assert all((g != 1).all() for g in gains)

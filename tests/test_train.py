@@ -1,0 +1,294 @@
+"""train.py as a user runs it: what it leaves behind, and what it says to a mistake."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from configs import load_config
+from data import open_dataset
+from tools import sample
+from training.checkpoint import load_model
+from training.runtime import Runtime
+from training.tracker import read_metrics
+from training.trainer import Trainer
+
+TEXT = "to be, or not to be, that is the question:\n" * 400
+TINY = """
+[model]
+n_layer = 2
+n_head = 2
+n_embd = 32
+block_size = 32
+[optim]
+max_iters = 120
+batch_size = 8
+micro_batch_size = 4
+lr = 1e-2
+min_lr = 1e-3
+warmup_iters = 5
+[run]
+eval_interval = 40
+log_interval = 20
+eval_tokens = 512
+wandb = "disabled"
+"""
+
+
+def python(*argv, **env) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, *map(str, argv)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | env,
+    )
+
+
+@pytest.fixture(scope="session")
+def place(tmp_path_factory) -> Path:
+    """A folder with a recipe and a small data set of characters, prepared from text."""
+    folder = tmp_path_factory.mktemp("train")
+    (folder / "text.txt").write_text(TEXT, encoding="utf-8")
+    files = ["--files", folder / "text.txt", "--tokenizer", "char", "--data-dir", folder]
+    done = python("-m", "data.prepare", "text", "--name", "bard", *files)
+    assert done.returncode == 0, done.stderr
+    (folder / "tiny.toml").write_text(
+        f"{TINY}out_dir = '{folder}'\n[data]\ndataset = '{folder}/bard'\n", encoding="utf-8"
+    )
+    return folder
+
+
+@pytest.fixture(scope="session")
+def run(place) -> tuple[Path, str]:
+    """(folder, what was printed) of one finished run, with wandb offline."""
+    done = python("train.py", place / "tiny.toml", "--run-name", "first", "--wandb", "offline")
+    assert done.returncode == 0, done.stderr
+    return place / "first", done.stdout
+
+
+def test_a_run_learns_and_says_so(run):
+    folder, printed = run
+    rows = read_metrics(folder / "metrics.jsonl")
+    val = [row["val/loss"] for row in rows if "val/loss" in row]
+    vocab = len(set(TEXT))
+    assert val[0] == pytest.approx(math.log(vocab), abs=0.2)
+    assert val[-1] < 0.5
+    assert f"step 120/120  loss {rows[-1]['train/loss']:.4f}  val loss {val[-1]:.4f}" in printed
+    assert "a sample:" in printed
+    assert "to be" in printed.partition("a sample:")[2]
+    assert f"python -m tools.sample {folder}" in printed
+    assert f"{load_model(folder).n_params():,} parameters" in printed
+
+
+def test_metrics_rows_are_regular(run):
+    rows = read_metrics(run[0] / "metrics.jsonl")
+    assert [r["iter"] for r in rows] == [0, 1, 20, 40, 60, 80, 100, 120]
+    assert [r["tokens"] for r in rows] == [r["iter"] * 8 * 32 for r in rows]
+    assert [r["iter"] for r in rows if "val/loss" in r] == [0, 40, 80, 120]
+    depths = ["embed", "layer_00.attn", "layer_00.mlp", "layer_01.attn", "layer_01.mlp"]
+    for row in rows[1:]:
+        assert {f"residual_rms/{d}" for d in depths} <= row.keys()
+        assert row["train/lr"] > 0
+        parts = [v for k, v in row.items() if k.startswith("grad_norm/")]
+        assert math.hypot(*parts) == pytest.approx(row["train/grad_norm"], rel=1e-5)
+
+
+def test_wandb_holds_the_same_numbers(run):
+    folder = run[0]
+    leet = Path(sys.executable).parent / "wandb"
+    shown = subprocess.run(
+        [leet, "leet", "inspect", "--json", folder / "wandb"], capture_output=True, text=True
+    )
+    history = [json.loads(line) for line in shown.stdout.splitlines() if '"type":"history"' in line]
+    rows = read_metrics(folder / "metrics.jsonl")
+    assert len(history) == len(rows)
+    text = shown.stdout
+    for key in rows[-1].keys() - {"iter"}:
+        assert text.count(f'"{key}"') >= sum(key in row for row in rows)
+
+
+def test_the_resolved_configuration_is_saved_and_repeats_the_run(run, place):
+    folder = run[0]
+    config = load_config([str(folder / "config.toml")])
+    assert config.model.vocab_size == len(set(TEXT))
+    assert config.model.dtype in ("float32", "bfloat16")
+    again = python("train.py", folder / "config.toml", "--run-name", "again", "--wandb", "disabled")
+    assert again.returncode == 0, again.stderr
+    first, second = load_model(folder), load_model(place / "again")
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+
+
+def test_a_folder_that_holds_a_run_is_refused_and_left_alone(run):
+    folder = run[0]
+    before = (folder / "metrics.jsonl").read_bytes()
+    refused = python("train.py", folder / "config.toml")
+    assert_refused(refused, f"{folder} already holds a run; pass --resume, --overwrite or another --run-name")
+    assert (folder / "metrics.jsonl").read_bytes() == before
+
+
+def test_sampling_is_seeded_and_knows_the_corpus(run, capsys):
+    def draw(*flags):
+        sample.main([str(run[0]), "--tokens", "60", "--prompt", "to be", *flags])
+        return capsys.readouterr().out
+
+    assert draw("--seed", "3") == draw("--seed", "3")
+    assert draw("--temperature", "5", "--seed", "3") != draw("--temperature", "5", "--seed", "4")
+    assert draw("--temperature", "0").startswith("to be, or not to be, that is the question")
+    assert draw("--top-k", "1", "--temperature", "9") == draw("--temperature", "0")
+
+
+def assert_refused(done: subprocess.CompletedProcess, says: str) -> None:
+    """Exit code 2 and one sentence, which is the last thing said."""
+    assert done.returncode == 2, done.stderr
+    lines = done.stderr.strip().splitlines()
+    assert says in lines[-1], done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--nrom rmsnorm", "unknown flag --nrom (did you mean --norm?)"),
+        ("--n-head 5", "n_embd 32 does not divide into n_head 5 heads"),
+        ("--pos rope --head-dim 3", "needs an even head_dim"),
+        ("--warmup-iters 120", "warmup_iters 120 is not shorter than max_iters 120"),
+        ("--block-size 100000", "100000"),
+        ("--micro-batch-size 3", "batch_size 8 does not divide among one process of micro_batch_size 3"),
+        ("--vocab-size 5", "--vocab-size"),
+        ("--dataset nowhere", "nowhere"),
+        ("--device cuda", "device is cuda, but torch"),
+        ("--kernel triton", "--kernel triton"),
+        ("--resume", "holds no run"),
+        ("--init-from nowhere", "nowhere does not exist"),
+    ],
+)
+def test_mistakes_are_one_sentence_and_leave_nothing(place, flags, says):
+    if "cuda" in says and torch.cuda.is_available():
+        pytest.skip("this machine has a CUDA device")
+    done = python("train.py", place / "tiny.toml", "--run-name", "bad", *flags.split(), TRITON_INTERPRET="0")
+    assert_refused(done, says)
+    assert not (place / "bad").exists()
+
+
+def test_no_arguments_names_a_recipe():
+    assert_refused(python("train.py"), "configs/quickstart.toml")
+
+
+def test_truncated_tokens_are_refused(place, tmp_path):
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for file in (place / "bard").iterdir():
+        (broken / file.name).write_bytes(file.read_bytes())
+    (broken / "train.bin").write_bytes((broken / "train.bin").read_bytes()[:-7])
+    done = python("train.py", place / "tiny.toml", "--dataset", broken, "--run-name", "bad")
+    assert_refused(done, "train.bin")
+
+
+def test_nanogpt_tokens_need_a_vocabulary_and_their_range_is_checked(tmp_path, place):
+    rng = np.random.default_rng(0)
+    for split in ("train", "val"):
+        rng.integers(0, 65, 4000).astype("<u2").tofile(tmp_path / f"{split}.bin")
+    flags = [
+        "train.py",
+        place / "tiny.toml",
+        "--dataset",
+        tmp_path,
+        "--run-name",
+        "foreign",
+        "--max-iters",
+        "6",
+        "--warmup-iters",
+        "2",
+    ]
+    assert_refused(python(*flags), "--vocab-size")
+    assert_refused(python(*flags, "--vocab-size", "60"), "64")
+    done = python(*flags, "--vocab-size", "65")
+    assert done.returncode == 0, done.stderr
+    assert load_model(place / "foreign").config.vocab_size == 65
+
+
+# ---- one step, in this process
+
+
+def trainer(place, *flags) -> Trainer:
+    config = load_config([str(place / "tiny.toml"), "--vocab-size", "40", "--dtype", "float32", *flags])
+    return Trainer(config, Runtime(torch.device("cpu")), open_dataset(config.data.dataset))
+
+
+@pytest.mark.parametrize("placement", ["pre", "post", "output", "sandwich"])
+def test_accumulation_changes_nothing(place, placement):
+    """The same losses, gradient norms and residual RMS, however the batch is cut."""
+    whole = trainer(place, "--placement", placement, "--micro-batch-size", "8")
+    parts = trainer(place, "--placement", placement, "--micro-batch-size", "2")
+    for i in range(4):
+        a, b = (t.row(t.step(i, True), i) for t in (whole, parts))
+        assert a.keys() == b.keys()
+        for key in a:
+            assert a[key] == pytest.approx(b[key], rel=1e-4), key
+
+
+def test_the_gradient_norm_is_the_one_before_clipping(place):
+    clipped, free = trainer(place, "--grad-clip", "1e-3"), trainer(place, "--grad-clip", "0")
+    a, b = (t.row(t.step(0, True), 0) for t in (clipped, free))
+    assert a["train/grad_norm"] == b["train/grad_norm"] > 0.01
+    model = trainer(place, "--micro-batch-size", "8").model
+    model(*free.batches.batch(0, range(8)))[1].backward()
+    expected = torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item()
+    assert b["train/grad_norm"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_clipping_scales_the_gradient_to_the_limit(place):
+    """After one Adam step the mean is 0.1 of the gradient that was applied."""
+    clipped = trainer(place, "--grad-clip", "0.01")
+    clipped.step(0, False)
+    applied = torch.cat([clipped.optimizer.state[p]["exp_avg"].flatten() for p in clipped.model.parameters()])
+    assert applied.norm().item() == pytest.approx(0.1 * 0.01, rel=1e-3)
+
+
+def test_float16_scales_the_loss_and_an_overflow_only_skips(place):
+    half = trainer(place, "--dtype", "float16")
+    half.scale.scale.fill_(2.0**40)
+    before = [p.detach().clone() for p in half.model.parameters()]
+    half.step(0, True)
+    assert half.scale.scale.item() == 2.0**39
+    assert all(torch.equal(a, b) for a, b in zip(before, half.model.parameters(), strict=True))
+    half.scale.scale.fill_(2.0**10)
+    row = half.row(half.step(0, True), 0)
+    exact = trainer(place)
+    expected = exact.row(exact.step(0, True), 0)
+    assert row["train/grad_norm"] == pytest.approx(expected["train/grad_norm"], rel=0.02)
+    assert not half.diverged
+    assert not any(torch.equal(a, b) for a, b in zip(before, half.model.parameters(), strict=True))
+
+
+def test_validation_is_a_token_mean_that_disturbs_nothing(place):
+    t = trainer(place, "--dropout", "0.5")
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    loss = t.evaluate()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert t.model.training
+    total = count = 0
+    t.model.eval()
+    with torch.no_grad():
+        for i in range(len(t.windows)):
+            tokens, targets = t.windows.batch(range(i, i + 1))
+            each = t.model(tokens)[0].log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+            total -= each[targets != -1].sum().item()
+            count += (targets != -1).sum().item()
+    assert count <= 512
+    assert loss == pytest.approx(total / count, rel=1e-6)
+
+
+def test_dropout_of_a_step_depends_on_the_step_alone(place):
+    a, b = (trainer(place, "--dropout", "0.3") for _ in range(2))
+    torch.manual_seed(99)
+    assert a.step(0, True)["loss"] == b.step(0, True)["loss"]
+    assert a.step(1, True)["loss"] == b.step(1, True)["loss"]

@@ -1,0 +1,345 @@
+"""Models of other projects in and out, and other weights for the same logits.
+
+python -m tools.convert from-hf openai-community/gpt2 -o out/gpt2
+python -m tools.convert from-nanogpt ckpt.pt -o out/nano --tokenizer gpt2
+python -m tools.convert to-hf out/run -o exported
+python -m tools.convert fold out/run -o out/run-folded
+python -m tools.convert ln-to-rms out/run -o out/run-rms
+
+What comes in or is rewritten is a folder with model.safetensors, for tools.sample and train.py --init-from.
+`docs/interchange.md` says which models convert.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+import tyro
+from pydantic.dataclasses import dataclass
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from configs import STRICT, ConfigError, command_line, require, user_error
+from data import DataError, load_tokenizer
+from data.tokenizer import CharTokenizer
+from model import GPT, ModelConfig
+from tools import fold as folding
+from tools.interchange import (
+    NANOGPT,
+    Family,
+    Weights,
+    family_for,
+    family_of,
+    our_config,
+    our_weights,
+    their_config,
+    their_weights,
+)
+from tools.vocabulary import FILES, recognize, tokenizer_files
+from training.checkpoint import (
+    CheckpointError,
+    check_weights,
+    find,
+    load_model,
+    model_weights,
+    read_about,
+    save_model,
+    sync,
+)
+
+Source = tyro.conf.Positional[str]
+Output = Annotated[str, tyro.conf.arg(aliases=["-o"])]
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Target:
+    """Where a conversion writes."""
+
+    out: Output
+    """The folder to make."""
+    overwrite: bool = False
+    """Replace a converted model that the folder holds."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class FromHf(Target):
+    """A GPT-2, Llama, Qwen3 or OLMo 2 model of transformers, from a folder or from the Hugging Face hub."""
+
+    source: Source
+    """A folder with config.json and safetensors, or a model's name on the hub."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class FromNanogpt(Target):
+    """nanoGPT's ckpt.pt. Nothing in it is executed."""
+
+    source: Source
+    """The file."""
+    tokenizer: Literal["none", "byte", "char", "gpt2"] = "none"
+    """What its token ids mean, which the file does not say."""
+    corpus: str = ""
+    """The text whose characters are the vocabulary, for --tokenizer char."""
+
+    def __post_init__(self):
+        require(
+            (self.tokenizer == "char") == bool(self.corpus),
+            "--tokenizer char and --corpus FILE, whose characters it consists of, go together",
+        )
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Ours(Target):
+    run: Source
+    """A run, a checkpoint or a converted model."""
+    checkpoint: Literal["latest", "best"] = "latest"
+    """Which checkpoint of a run."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ToHf(Ours):
+    """A folder that transformers loads, in the family that expresses the model."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Fold(Ours):
+    """The same logits with the gains of norms, and LayerNorm's biases, inside the linears that read them."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class LnToRms(Ours):
+    """A pre-norm LayerNorm model as the RMSNorm model with the same logits."""
+
+
+Command = FromHf | FromNanogpt | ToHf | Fold | LnToRms
+
+
+def from_hf(options: FromHf) -> None:
+    folder = local_folder(options.source)
+    theirs = read_json(folder / "config.json")
+    family = family_of(theirs)
+    config, weights = into_ours(family, theirs, read_safetensors(folder))
+    tokenizer, why_not = recognize(folder)
+    with written(options, folder) as out:
+        save(out, config, weights, tokenizer)
+    print(f"{options.out}: a {family.name} model, {summary(config)}")
+    print(f"tokenizer {tokenizer['name']}" if tokenizer else f"no tokenizer: {why_not}")
+    print(f"finetune with: python train.py ... --init-from {options.out} {flags(config)}")
+
+
+def from_nanogpt(options: FromNanogpt) -> None:
+    theirs, weights = read_nanogpt(Path(options.source))
+    config, weights = into_ours(NANOGPT, theirs, weights)
+    tokenizer = {"name": options.tokenizer} if options.tokenizer != "none" else None
+    if options.corpus:
+        tokenizer = char_tokenizer(Path(options.corpus), config.vocab_size)
+    with written(options, Path(options.source)) as out:
+        save(out, config, weights, tokenizer)
+    print(f"{options.out}: a nanoGPT model, {summary(config)}")
+    print(f"finetune with: python train.py ... --init-from {options.out} {flags(config)}")
+
+
+def to_hf(options: ToHf) -> None:
+    model, meta, path = load(options)
+    family = family_for(model.config)
+    theirs = their_config(family, model.config)
+    weights = their_weights(family, model.config, model_weights(model))
+    files, note = vocabulary_files(meta, model.config.block_size)
+    separator = load_tokenizer(meta).separator if files else None
+    theirs |= {"bos_token_id": separator, "eos_token_id": separator, "pad_token_id": None}
+    with written(options, path) as out:
+        (out / "config.json").write_text(json.dumps(theirs, indent=2) + "\n", encoding="utf-8")
+        for name, text in files.items():
+            (out / name).write_text(text, encoding="utf-8")
+        save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+    print(f"{options.out}: a {family.name} model for transformers, {summary(model.config)}")
+    print(note)
+
+
+def rewrite(options: Fold | LnToRms) -> None:
+    model, meta, path = load(options)
+    convert = folding.fold if isinstance(options, Fold) else folding.ln_to_rms
+    converted = convert(model)
+    with written(options, path) as out:
+        save(out, converted.config, converted.weights, meta)
+    print("\n".join([f"{options.out}: {summary(converted.config)}", *converted.notes]))
+
+
+def load(options: Ours) -> tuple[GPT, dict | None, Path]:
+    """(model, its tokenizer's meta, the folder it came from)."""
+    path = find(options.run, options.checkpoint)
+    return load_model(path), read_about(path).get("tokenizer"), path
+
+
+def into_ours(family: Family, theirs: dict[str, Any], weights: Weights) -> tuple[ModelConfig, Weights]:
+    """Their model as ours, every shape checked."""
+    config = our_config(family, theirs)
+    weights = our_weights(family, config, theirs, weights)
+    with torch.device("meta"):
+        check_weights(GPT(config), weights, Path("the converted model"))
+    return config, weights
+
+
+def save(out: Path, config: ModelConfig, weights: Weights, tokenizer: dict | None) -> None:
+    """A folder that `load_model` reads."""
+    save_model(out, weights, {"model": dataclasses.asdict(config), "tokenizer": tokenizer})
+
+
+def vocabulary_files(meta: dict | None, block_size: int) -> tuple[dict[str, str], str]:
+    """(tokenizer files by name, a sentence about them); none where the tokenizer cannot be had or written."""
+    try:
+        return tokenizer_files(load_tokenizer(meta), block_size), f"with the tokenizer {meta['name']}"
+    except DataError as e:
+        return {}, f"no tokenizer files: {e}"
+
+
+def char_tokenizer(corpus: Path, vocab_size: int) -> dict[str, Any]:
+    """nanoGPT's character vocabulary is that of its corpus, sorted."""
+    try:
+        tokenizer = CharTokenizer(corpus.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError(f"{corpus} cannot be read: {e}") from None
+    if tokenizer.vocab_size != vocab_size:
+        raise ConfigError(
+            f"{corpus} has {tokenizer.vocab_size} different characters, but the model's vocabulary has {vocab_size}"
+        )
+    return tokenizer.meta
+
+
+def local_folder(source: str) -> Path:
+    """The folder itself, or the snapshot of a model on the hub. Raises ConfigError where there is neither."""
+    if Path(source).is_dir():
+        return Path(source)
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", source):
+        raise ConfigError(f"{source} is neither a folder nor the name of a model on the Hugging Face hub")
+    from huggingface_hub import snapshot_download  # comes with datasets; slow to import
+
+    try:
+        return Path(snapshot_download(source, allow_patterns=["config.json", "*.safetensors*", *FILES]))
+    except Exception as e:  # the hub's, the network library's and the file system's all have their own kinds
+        raise ConfigError(
+            f"{source} is no folder here, and the Hugging Face hub gave no model of that name ({type(e).__name__})"
+        ) from None
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{file} does not exist, so {file.parent} holds no model of transformers") from None
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"{file} cannot be read: {e}") from None
+
+
+def read_safetensors(folder: Path) -> Weights:
+    """All weights of model.safetensors, or of the shards that its index names."""
+    index = folder / "model.safetensors.index.json"
+    names = ["model.safetensors"]
+    if index.exists():
+        names = sorted(set(read_json(index).get("weight_map", {}).values()))
+    weights: Weights = {}
+    for name in names:
+        try:
+            weights |= load_file(folder / name)
+        except FileNotFoundError:
+            raise ConfigError(
+                f"{folder / name} does not exist; weights are read from safetensors only"
+            ) from None
+        except (SafetensorError, OSError) as e:
+            raise ConfigError(f"{folder / name} cannot be read: {e}") from None
+    return weights
+
+
+def read_nanogpt(file: Path) -> tuple[dict[str, Any], Weights]:
+    """(what GPT-2's config.json would say, weights) of a ckpt.pt, of which only tensors and plain values are read.
+
+    The MLP is the exact GELU of nanoGPT since 2023; the norm's eps is the 1e-5 of its source.
+    """
+    try:
+        ckpt = torch.load(file, map_location="cpu", weights_only=True)
+        args, weights = ckpt["model_args"], ckpt["model"]
+        theirs = {name: args[name] for name in ("n_layer", "n_head", "n_embd", "vocab_size")}
+        theirs |= {"n_positions": args["block_size"], "bias": args.get("bias", True)}
+        weights = {name.removeprefix("_orig_mod."): t for name, t in weights.items()}
+    except FileNotFoundError:
+        raise ConfigError(f"{file} does not exist") from None
+    except Exception as e:  # torch.load raises nearly anything on a file that is not what it expects
+        raise ConfigError(f"{file} is not nanoGPT's ckpt.pt ({type(e).__name__})") from None
+    return theirs | {"activation_function": "gelu"}, weights
+
+
+def check_free(options: Target) -> None:
+    """Raises ConfigError, before any work, where `options.out` holds what may not be replaced."""
+    out = Path(options.out)
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return
+    if not (out / "model.safetensors").exists():
+        raise ConfigError(f"--out {out} holds other files than a model's; choose another folder")
+    if not options.overwrite:
+        raise ConfigError(f"--out {out} already holds a model; pass --overwrite to replace it")
+
+
+@contextlib.contextmanager
+def written(options: Target, source: Path) -> Iterator[Path]:
+    """A folder to write into, which becomes `options.out` when all is written. Raises ConfigError."""
+    out = Path(options.out)
+    if out.resolve() in (source.resolve(), *source.resolve().parents):
+        raise ConfigError(f"--out {out} holds what is being converted; choose another folder")
+    temporary = out.parent / f".writing_{out.name}"
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        yield temporary
+        for file in temporary.iterdir():
+            sync(file)
+        shutil.rmtree(out, ignore_errors=True)
+        os.replace(temporary, out)
+    except OSError as e:
+        raise ConfigError(f"{out} cannot be written: {e.strerror}") from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def summary(config: ModelConfig) -> str:
+    return (
+        f"{config.norm} {config.placement}, {config.n_layer} layers, {config.n_embd} wide, "
+        f"context {config.block_size}, vocabulary {config.vocab_size}"
+    )
+
+
+def flags(config: ModelConfig) -> str:
+    """The model's flags of train.py, as far as they are not the defaults."""
+    words = []
+    for f in dataclasses.fields(ModelConfig):
+        value = getattr(config, f.name)
+        if value == f.default and f.name != "vocab_size":
+            continue
+        name = f.name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{name}" if value else f"--no-{name}")
+        else:
+            words += [f"--{name}", str(value)]
+    return " ".join(words)
+
+
+COMMANDS = {FromHf: from_hf, FromNanogpt: from_nanogpt, ToHf: to_hf, Fold: rewrite, LnToRms: rewrite}
+
+
+def main(argv: Sequence[str]) -> None:
+    try:
+        options = command_line(Command, argv, "python -m tools.convert", __doc__.split("\n")[0])
+        check_free(options)
+        COMMANDS[type(options)](options)
+    except (ConfigError, CheckpointError, DataError) as e:
+        user_error(str(e))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,378 @@
+"""The same weights under other projects' names: one table per family, read in both directions.
+
+A family of transformers' models is a point among our switches (`layout`), a table from our fields to those of
+its config.json, and a table from our modules to its own. What a table cannot say is refused by name.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from configs import ConfigError, explain
+from model import GPT, ModelConfig
+
+Weights = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Family:
+    """How one of transformers' model types spells what we can express.
+
+    In `modules` a name holds {attn}, {mlp}: a layer's branches; {attn_in}, {mlp_in}: the norms that these read
+    through; {attn_out}, {mlp_out}: the norms on what they add; {final}: the norm before the head. Several names
+    on the right are rows of one matrix on the left.
+    """
+
+    name: str
+    architecture: str
+    layout: dict[str, Any]
+    """Our switches, all of which must have these values."""
+    fields: dict[str, str]
+    """Our field to theirs."""
+    defaults: dict[str, Any]
+    """What a config.json that leaves one of `fields` out means by it; the others must be given."""
+    activation: tuple[str, dict[str, str]]
+    """Their field, and its values to those of our `mlp`."""
+    only: dict[str, tuple]
+    """Their fields of which we can express these values alone; the first is assumed where one is missing."""
+    modules: dict[str, str]
+    prefix: str
+    """What their names begin with, except the head's."""
+    biased: dict[str, str | bool]
+    """The modules that may have biases, to the field that says whether they do (True: always)."""
+    constants: dict[str, Any] = field(default_factory=dict)
+    """What else goes into config.json."""
+    transposed: bool = False
+    """The matrices of branches are stored [in, out]."""
+    even_heads: bool = False
+    """n_embd must be a multiple of n_head although head_dim is given."""
+
+
+COMMON_LAYOUT = {"embed_norm": False, "residual_scale": "one", "head_bias": False}
+COMMON_ONLY = {"quantization_config": (None,)}
+ROPE_ONLY = {
+    "rope_scaling": (None, {}, {"type": "default"}, {"rope_type": "default"}),
+    "rope_parameters.type": (None, "default"),
+    "rope_parameters.rope_type": (None, "default"),
+    "rope_parameters.partial_rotary_factor": (None, 1.0),
+    "partial_rotary_factor": (None, 1.0),
+}
+THETA = 10000.0  # of the families below where config.json does not say
+
+GPT2 = Family(
+    name="gpt2",
+    architecture="GPT2LMHeadModel",
+    layout={"norm": "layernorm", "placement": "pre", "qk_norm": "off", "pos": "learned"},
+    fields={
+        "n_layer": "n_layer",
+        "n_head": "n_head",
+        "n_embd": "n_embd",
+        "block_size": "n_positions",
+        "vocab_size": "vocab_size",
+        "norm_eps": "layer_norm_epsilon",
+        "mlp_hidden": "n_inner",
+        "tie_embeddings": "tie_word_embeddings",
+    },
+    defaults={"n_inner": None, "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True},
+    activation=(
+        "activation_function",
+        {"gelu_new": "gelu_tanh", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"},
+    ),
+    only={
+        "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,),
+        "add_cross_attention": (False,),
+    },
+    modules={
+        "embed": "wte",
+        "pos_embed": "wpe",
+        "{attn_in}": "h.{layer}.ln_1",
+        "{attn}.qkv": "h.{layer}.attn.c_attn",
+        "{attn}.out": "h.{layer}.attn.c_proj",
+        "{mlp_in}": "h.{layer}.ln_2",
+        "{mlp}.up": "h.{layer}.mlp.c_fc",
+        "{mlp}.down": "h.{layer}.mlp.c_proj",
+        "{final}": "ln_f",
+        "head": "lm_head",
+    },
+    prefix="transformer.",
+    biased=dict.fromkeys(("{attn_in}", "{attn}", "{mlp_in}", "{mlp}", "{final}"), True),
+    constants={"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    transposed=True,
+)
+
+LLAMA = Family(
+    name="llama",
+    architecture="LlamaForCausalLM",
+    layout={"norm": "rmsnorm", "placement": "pre", "qk_norm": "off", "pos": "rope"},
+    fields={
+        "n_layer": "num_hidden_layers",
+        "n_head": "num_attention_heads",
+        "n_kv_head": "num_key_value_heads",
+        "n_embd": "hidden_size",
+        "head_dim": "head_dim",
+        "block_size": "max_position_embeddings",
+        "vocab_size": "vocab_size",
+        "norm_eps": "rms_norm_eps",
+        "rope_theta": "rope_parameters.rope_theta",
+        "mlp_hidden": "intermediate_size",
+        "tie_embeddings": "tie_word_embeddings",
+    },
+    defaults={
+        "num_key_value_heads": None,
+        "head_dim": None,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters.rope_theta": THETA,
+        "tie_word_embeddings": False,
+    },
+    activation=("hidden_act", {"silu": "swiglu", "swish": "swiglu"}),
+    only=ROPE_ONLY,
+    modules={
+        "embed": "embed_tokens",
+        "{attn_in}": "layers.{layer}.input_layernorm",
+        "{attn}.qkv": "layers.{layer}.self_attn.q_proj "
+        "layers.{layer}.self_attn.k_proj "
+        "layers.{layer}.self_attn.v_proj",
+        "{attn}.out": "layers.{layer}.self_attn.o_proj",
+        "{mlp_in}": "layers.{layer}.post_attention_layernorm",
+        "{mlp}.gate": "layers.{layer}.mlp.gate_proj",
+        "{mlp}.up": "layers.{layer}.mlp.up_proj",
+        "{mlp}.down": "layers.{layer}.mlp.down_proj",
+        "{final}": "norm",
+        "head": "lm_head",
+    },
+    prefix="model.",
+    biased={"{attn}": "attention_bias", "{mlp}": "mlp_bias"},
+    even_heads=True,
+)
+QK_NORMS = {
+    "{attn}.q_norm": "layers.{layer}.self_attn.q_norm",
+    "{attn}.k_norm": "layers.{layer}.self_attn.k_norm",
+}
+
+QWEN3 = dataclasses.replace(
+    LLAMA,
+    name="qwen3",
+    architecture="Qwen3ForCausalLM",
+    layout=LLAMA.layout | {"qk_norm": "head"},
+    defaults=LLAMA.defaults | {"head_dim": 128},
+    only=ROPE_ONLY | {"use_sliding_window": (False,), "layer_types": (None, "full_attention")},
+    modules=LLAMA.modules | QK_NORMS,
+    biased={"{attn}": "attention_bias"},
+    even_heads=False,
+)
+
+OLMO2 = dataclasses.replace(
+    QWEN3,
+    name="olmo2",
+    architecture="Olmo2ForCausalLM",
+    layout=LLAMA.layout | {"placement": "output", "qk_norm": "full"},
+    defaults=LLAMA.defaults | {"rms_norm_eps": 1e-5},
+    only=ROPE_ONLY,
+    modules={ours: theirs for ours, theirs in QWEN3.modules.items() if ours not in ("{attn_in}", "{mlp_in}")}
+    | {
+        "{attn_out}": "layers.{layer}.post_attention_layernorm",
+        "{mlp_out}": "layers.{layer}.post_feedforward_layernorm",
+    },
+)
+
+FAMILIES = {family.name: family for family in (GPT2, LLAMA, QWEN3, OLMO2)}
+
+# nanoGPT's own files: GPT-2 with ordinary linears, and biases or none. The family is read, never written.
+NANOGPT = dataclasses.replace(
+    GPT2, name="nanogpt", biased=dict.fromkeys(GPT2.biased, "bias"), transposed=False
+)
+BUFFERS = (
+    ".attn.bias",
+    ".attn.masked_bias",
+    ".rotary_emb.inv_freq",
+)  # that older files hold beside the weights
+
+
+def modules(family: Family, config: ModelConfig) -> Iterator[tuple[str, str, list[str]]]:
+    """(name in the table, our module, their modules without prefix) of every module with weights."""
+    last = 2 * config.n_layer - 1
+    for ours, theirs in family.modules.items():
+        if ours == "head" and config.tie_embeddings:
+            continue
+        for layer in range(config.n_layer if "{layer}" in theirs else 1):
+            attn, mlp = 2 * layer, 2 * layer + 1
+            place = ours.format(
+                attn=f"branches.{attn}",
+                mlp=f"branches.{mlp}",
+                attn_in=f"joins.{attn - 1}.next_norm" if layer else "entry",
+                mlp_in=f"joins.{attn}.next_norm",
+                attn_out=f"joins.{attn}.out_norm",
+                mlp_out=f"joins.{mlp}.out_norm",
+                final=f"joins.{last}.next_norm",
+            )
+            yield ours, place, theirs.format(layer=layer).split()
+
+
+def get(table: dict, path: str, default: Any = None) -> Any:
+    """table["a"]["b"] for the path "a.b", or the default where a step is missing."""
+    for step in path.split("."):
+        if not isinstance(table, dict) or step not in table:
+            return default
+        table = table[step]
+    return table
+
+
+def family_of(theirs: dict[str, Any]) -> Family:
+    """The family of a config.json. Raises ConfigError for one that is not among the four."""
+    kind = theirs.get("model_type")
+    if kind not in FAMILIES:
+        raise ConfigError(f"model_type is {kind!r}; the families that convert are {', '.join(FAMILIES)}")
+    return FAMILIES[kind]
+
+
+def our_config(family: Family, theirs: dict[str, Any]) -> ModelConfig:
+    """Our configuration of a model of theirs. Raises ConfigError that names the field we cannot express."""
+    theirs = modern_rope(theirs)
+    for name, allowed in (COMMON_ONLY | family.only).items():
+        value = get(theirs, name, allowed[0])
+        if not all(v in allowed for v in (value if isinstance(value, list) else [value])):
+            raise ConfigError(f"{name} is {value!r}, which this repository's model cannot express")
+    key, known = family.activation
+    kind = theirs.get(key, next(iter(known)))
+    if kind not in known:
+        raise ConfigError(f"{key} is {kind!r}; what {family.name} converts with is {', '.join(known)}")
+    values = {}
+    for ours, name in family.fields.items():
+        values[ours] = get(theirs, name, family.defaults.get(name, dataclasses.MISSING))
+        if values[ours] is dataclasses.MISSING:
+            raise ConfigError(f"config.json of a {family.name} model lacks {name}")
+    bias = any(has_bias(family, place, theirs) for place in family.biased)
+    try:
+        return ModelConfig(**COMMON_LAYOUT | family.layout | values, mlp=known[kind], bias=bias)
+    except ValidationError as e:
+        raise ConfigError("config.json: " + "; ".join(explain(err, "model") for err in e.errors())) from None
+
+
+def modern_rope(theirs: dict[str, Any]) -> dict[str, Any]:
+    """The configuration with transformers 4's rope_theta under rope_parameters, where version 5 has it."""
+    old = {"rope_theta": theirs["rope_theta"]} if "rope_theta" in theirs else {}
+    return theirs | {"rope_parameters": old | (theirs.get("rope_parameters") or {})}
+
+
+def has_bias(family: Family, ours: str, theirs: dict[str, Any]) -> bool:
+    """Whether a module, by its name in the table, has a bias in a model of theirs."""
+    answer = family.biased.get(ours.partition(".")[0], False)
+    return answer if isinstance(answer, bool) else bool(theirs.get(answer, False))
+
+
+def our_weights(family: Family, config: ModelConfig, theirs: dict[str, Any], weights: Weights) -> Weights:
+    """Their weights under our names, in float32; a bias that they do not have is zero.
+
+    Raises ConfigError for a weight of theirs that is missing, or that the table does not know.
+    """
+    rest = {n.removeprefix(family.prefix): t for n, t in weights.items() if not n.endswith(BUFFERS)}
+    if config.tie_embeddings:
+        rest.pop("lm_head.weight", None)
+    with torch.device("meta"):
+        own = dict(GPT(config).named_parameters())
+    ours = {}
+    for table_name, module, names in modules(family, config):
+        for kind in ("weight", "bias"):
+            param = own.get(f"{module}.{kind}")
+            if param is None:
+                continue
+            if kind == "bias" and not has_bias(family, table_name, theirs):
+                ours[f"{module}.bias"] = torch.zeros(param.shape)
+                continue
+            missing = [f"{name}.{kind}" for name in names if f"{name}.{kind}" not in rest]
+            if missing:
+                raise ConfigError(f"the {family.name} model lacks the weight {missing[0]}")
+            value = [stored(family, table_name, rest.pop(f"{name}.{kind}")).float() for name in names]
+            ours[f"{module}.{kind}"] = torch.cat(value)
+    if rest:
+        raise ConfigError(f"the {family.name} model has a weight {min(rest)}, for which there is no place")
+    return ours
+
+
+def stored(family: Family, ours: str, t: Tensor) -> Tensor:
+    """A tensor turned from our orientation to the family's, or back."""
+    turned = family.transposed and ours.startswith(("{attn}.", "{mlp}.")) and t.dim() == 2
+    return t.T if turned else t
+
+
+def obstacles(family: Family, config: ModelConfig) -> dict[str, tuple[Any, Any]]:
+    """The fields in which the model is none of the family: {field: (what it is, what the family needs)}."""
+    ours = resolved(config)
+    needed = COMMON_LAYOUT | family.layout
+    known = tuple(family.activation[1].values())
+    needed["mlp"] = config.mlp if config.mlp in known else known[0]
+    if "n_kv_head" not in family.fields:
+        needed["n_kv_head"] = config.n_head
+    if "head_dim" not in family.fields:
+        needed["head_dim"] = config.n_embd // config.n_head
+    if family.even_heads:
+        needed["n_embd"] = -(-config.n_embd // config.n_head) * config.n_head
+    return {name: (ours[name], value) for name, value in needed.items() if ours[name] != value}
+
+
+def resolved(config: ModelConfig) -> dict[str, Any]:
+    """The configuration with the numbers that its defaults stand for."""
+    numbers = {"n_kv_head": config.kv_heads, "head_dim": config.head_width, "mlp_hidden": config.hidden}
+    return dataclasses.asdict(config) | numbers
+
+
+def family_for(config: ModelConfig) -> Family:
+    """The family that expresses a model of ours. Raises ConfigError that names what stands in the way."""
+    found = {family.name: obstacles(family, config) for family in FAMILIES.values()}
+    name, what = min(found.items(), key=lambda item: len(item[1]))
+    if what:
+        reasons = " and ".join(f"{k} is {have} where {name} has {need}" for k, (have, need) in what.items())
+        raise ConfigError(
+            f"no family of transformers expresses this model: {name} comes nearest, but {reasons}"
+        )
+    return FAMILIES[name]
+
+
+def their_config(family: Family, config: ModelConfig) -> dict[str, Any]:
+    """config.json of a model of ours, which `family_for` has found expressible."""
+    ours = resolved(config)
+    theirs = {"architectures": [family.architecture], "model_type": family.name, "dtype": "float32"}
+    theirs |= {name: ours[field] for field, name in family.fields.items() if field != "rope_theta"}
+    theirs |= {name: values[0] for name, values in family.only.items() if values[0] is not None}
+    if config.pos == "rope":  # both spellings: transformers 4 reads the first, 5 the second
+        theirs["rope_theta"] = config.rope_theta
+        theirs["rope_parameters"] = {"rope_type": "default", "rope_theta": config.rope_theta}
+    key, known = family.activation
+    theirs[key] = next(name for name, ours in known.items() if ours == config.mlp)
+    theirs |= {name: config.bias for name in family.biased.values() if isinstance(name, str)}
+    return theirs | family.constants
+
+
+def their_weights(family: Family, config: ModelConfig, weights: Weights) -> Weights:
+    """Our weights under their names; a bias that they always have and we do not is zero.
+
+    Raises ConfigError for a bias that is not zero and for which they have no place.
+    """
+    n_q, n_kv = config.n_head * config.head_width, config.kv_heads * config.head_width
+    theirs = {}
+    for table_name, module, names in modules(family, config):
+        place = family.biased.get(table_name.partition(".")[0])
+        weight, bias = weights[f"{module}.weight"], weights.get(f"{module}.bias")
+        if bias is None and place is True:
+            bias = torch.zeros(len(weight))
+        if bias is not None and place is None:
+            if bias.any():
+                raise ConfigError(
+                    f"bias: {module}.bias is not zero, and a {family.name} model has none there; "
+                    f"{'llama has, with qk_norm off; or ' if config.norm == 'rmsnorm' else ''}train with --no-bias"
+                )
+            bias = None
+        for kind, value in (("weight", weight), ("bias", bias)):
+            if value is None:
+                continue
+            parts = value.split((n_q, n_kv, n_kv)) if len(names) > 1 else [value]
+            for name, part in zip(names, parts, strict=True):
+                prefix = "" if name == "lm_head" else family.prefix
+                theirs[f"{prefix}{name}.{kind}"] = stored(family, table_name, part).contiguous()
+    return theirs
