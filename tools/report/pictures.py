@@ -114,7 +114,9 @@ def heat_maps(runs: list[Run], quantity: Quantity, path: Path) -> Path:
     rows = -(-len(runs) // columns)
     figure, axes = new_figure(rows, columns, (3.1 * columns + 0.6, 2.6 * rows))
     tables = [run.table(quantity, 300) for run in runs]
-    values = [v for t in tables for row in t.values for v in row if v is not None and (v > 0 or not quantity.log)]
+    values = [
+        v for t in tables for row in t.values for v in row if v is not None and (v > 0 or not quantity.log)
+    ]
     scale = (LogNorm if quantity.log else Normalize)(min(values, default=1), max(values, default=1))
     for ax in axes.flat[len(runs) :]:
         ax.set_visible(False)
@@ -122,7 +124,13 @@ def heat_maps(runs: list[Run], quantity: Quantity, path: Path) -> Path:
         keep = [i for i, place in enumerate(table.places) if height(place)[0] < float("inf")]
         grid = [[row[i] if row[i] is not None else float("nan") for row in table.values] for i in keep]
         image = ax.pcolormesh(
-            table.steps, range(len(keep)), grid, norm=scale, cmap="cividis", shading="nearest", rasterized=True
+            table.steps,
+            range(len(keep)),
+            grid,
+            norm=scale,
+            cmap="cividis",
+            shading="nearest",
+            rasterized=True,
         )
         ticks = range(0, len(keep), max(1, len(keep) // 6))
         ax.set_yticks(ticks, [table.places[keep[i]] for i in ticks], fontsize=7)

@@ -4,6 +4,7 @@ import difflib
 import json
 import math
 import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,9 @@ QUANTITIES = (
     Quantity("branch_rms", "Branch RMS", "size of what each branch adds to the stream"),
     Quantity("angle_deg", "Angle, degrees", "by which each join turns the stream", log=False),
     Quantity("grad_norm", "Gradient norm", "of the parameters of each branch"),
-    Quantity("stream_grad_rms", "Stream gradient RMS", "dL/dx of the stream: how the loss reaches this depth"),
+    Quantity(
+        "stream_grad_rms", "Stream gradient RMS", "dL/dx of the stream: how the loss reaches this depth"
+    ),
     Quantity("update_ratio", "Update ratio", "last update relative to the parameters, RMS over RMS"),
     Quantity("attn_logit_max", "Largest attention logit", "absolute, over the pairs that are not masked"),
     Quantity("attn_entropy", "Attention entropy, nats", "mean over rows; 0 looks at one token", log=False),
@@ -98,7 +101,7 @@ def thin(rows: list, limit: int | None) -> list:
     return [rows[round(i * (len(rows) - 1) / (limit - 1))] for i in range(limit)]
 
 
-def load_runs(paths: tuple[str, ...]) -> list[Run]:
+def load_runs(paths: Sequence[str | Path]) -> list[Run]:
     """The runs in these folders, under labels that tell them apart. Raises ConfigError."""
     if not paths:
         raise ConfigError("name the runs to report on, as in `python -m tools.report out/quickstart`")
