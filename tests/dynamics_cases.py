@@ -146,3 +146,6 @@ def train_here(folder: Path, *flags: str) -> Path:
     where = ["--dataset", str(folder / "data"), "--out-dir", str(folder), "--run-name", "run"]
     train.main([*FLAGS, *where, *flags])
     return folder / "run"
+
+
+DIVERGING = ["--placement", "post", "--dropout", "0.1", "--micro-batch-size", "2"]
