@@ -19,6 +19,8 @@ import torch
 
 from configs import Config, ConfigError, load_config, replace, user_error
 from data import DataError, Dataset, check_token_range, ensure_prepared, open_dataset
+from tools.report.runs import load_runs
+from tools.report.text import depth_table
 from tools.sample import Options as SampleOptions
 from tools.sample import continuations
 from training.clock import Clock, peak_rate
@@ -216,9 +218,13 @@ def facts(trainer: Trainer) -> dict[str, Any]:
 
 
 def farewell(trainer: Trainer, dataset: Dataset, keeper: Keeper, tell) -> None:
-    """A sample, and where to look next."""
+    """What became of every depth, a sample, and where to look next."""
     run_dir, progress = keeper.folder.path, keeper.progress
     tell(f"\ndone: {progress.step} steps, val loss {progress.val_loss:.4f}, best {progress.best_loss:.4f}")
+    if trainer.runtime.is_main:
+        tell(
+            f"\nfrom the first step to the last:\n{textwrap.indent(depth_table(*load_runs((run_dir,))), '    ')}"
+        )
     if trainer.runtime.world == 1 and "tokenizer" in dataset.meta:
         text = continuations(
             trainer.model.eval(), dataset.tokenizer, SampleOptions(run=str(run_dir), tokens=200)
@@ -227,6 +233,7 @@ def farewell(trainer: Trainer, dataset: Dataset, keeper: Keeper, tell) -> None:
     tell(
         f"\nwhere to look next:\n"
         f"    python -m tools.sample {run_dir}          more text\n"
+        f"    python -m tools.report {run_dir}          a page of what happened inside\n"
         f"    wandb leet {run_dir}/wandb             every curve, in the terminal\n"
         f"    {run_dir}/metrics.jsonl                the same numbers, a JSON object per step"
     )

@@ -136,7 +136,6 @@ def diagnose(trainer: Trainer, index: int, healthy: dict[str, float]) -> Diagnos
         },
         index,
     )
-    weights = trainer.norms.squares([p.detach() for p in trainer.norms.params])
     limit = trainer.loss_limit.item()
     loss = row["train/loss"]
     if not math.isfinite(loss):
@@ -149,7 +148,7 @@ def diagnose(trainer: Trainer, index: int, healthy: dict[str, float]) -> Diagnos
     else:
         return None
     place, where = (
-        broken_weight(trainer, weights)
+        broken_weight(trainer)
         or broken_stream(trainer, residual_rms)
         or broken_gradient(trainer, squares)
         or largest_growth(row, healthy)
@@ -157,9 +156,9 @@ def diagnose(trainer: Trainer, index: int, healthy: dict[str, float]) -> Diagnos
     return Diagnosis(cause, place, where)
 
 
-def broken_weight(trainer: Trainer, squares: Tensor) -> tuple[str, str] | None:
+def broken_weight(trainer: Trainer) -> tuple[str, str] | None:
     """The lowest parameter that is not finite itself."""
-    bad = broken_parameters(trainer, squares)
+    bad = broken_parameters(trainer, trainer.norms.finite())
     if not bad:
         return None
     depth, name = bad[0]
@@ -180,7 +179,7 @@ def broken_stream(trainer: Trainer, residual_rms: Tensor) -> tuple[str, str] | N
 
 def broken_gradient(trainer: Trainer, squares: Tensor) -> tuple[str, str] | None:
     """The highest parameter whose gradient is not finite: backward passes it first."""
-    bad = broken_parameters(trainer, squares)
+    bad = broken_parameters(trainer, squares.isfinite())
     if not bad:
         return None
     depth, name = bad[-1]
@@ -202,10 +201,9 @@ def largest_growth(row: dict[str, float], healthy: dict[str, float]) -> tuple[st
     return place, f"everything is finite; {tables[table]} at {place} has grown most, {factor:.3g} times"
 
 
-def broken_parameters(trainer: Trainer, squares: Tensor) -> list[tuple[int, str]]:
-    """(index into `places`, name) of the parameters whose squared norm is not finite, bottom to top."""
-    finite = squares.isfinite().tolist()
-    names = [name for name, good in zip(trainer.norms.names, finite, strict=True) if not good]
+def broken_parameters(trainer: Trainer, finite: Tensor) -> list[tuple[int, str]]:
+    """(index into `places`, name) of the parameters that are not `finite`, a bool for each, bottom to top."""
+    names = [name for name, good in zip(trainer.norms.names, finite.tolist(), strict=True) if not good]
     return sorted((depth_of(name, trainer.config.model.n_layer), name) for name in names)
 
 
