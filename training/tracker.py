@@ -1,6 +1,7 @@
 """Where the numbers go: one JSON object per step in metrics.jsonl, and the same to wandb."""
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -36,25 +37,27 @@ def cut_after(path: Path, step: int) -> None:
 
 
 class Tracker:
-    """Writes metrics.jsonl whatever wandb does; a failure of wandb is told once and training goes on."""
+    """Writes metrics.jsonl and wandb; what fails of them is told once, and training goes on."""
 
     def __init__(self, run_dir: Path, config: Config, facts: dict[str, Any], wandb_id: str | None):
         self.path = run_dir / "metrics.jsonl"
-        self.wandb_id, self.run = wandb_id, None
+        self.wandb_id, self.run, self.told = wandb_id, None, set()
         if config.run.wandb != "disabled":
-            with self.surviving_wandb():
+            with self.surviving("wandb", f"{self.path} has everything"):
                 self.start_wandb(run_dir, config, facts)
 
     @contextlib.contextmanager
-    def surviving_wandb(self):
+    def surviving(self, what: str, remedy: str):
+        """Training goes on without wandb, or without a row of metrics.jsonl where the disk is full."""
         try:
             yield
         except Exception as e:
-            self.run = None
-            reason = str(e).strip().partition("\n")[0] or type(e).__name__
-            print(
-                f"wandb failed ({reason}); training goes on, and {self.path} has everything", file=sys.stderr
-            )
+            if what == "wandb":
+                self.run = None
+            if what not in self.told:
+                self.told.add(what)
+                reason = str(e).strip().partition("\n")[0] or type(e).__name__
+                print(f"{what} failed ({reason}); training goes on, and {remedy}", file=sys.stderr)
 
     def start_wandb(self, run_dir: Path, config: Config, facts: dict[str, Any]) -> None:
         if config.run.wandb == "offline":
@@ -73,23 +76,36 @@ class Tracker:
             resume="allow" if self.wandb_id else None,
             dir=run_dir,
             mode=config.run.wandb,
-            config=asdict(config) | facts,
+            config={k: v for k, v in asdict(config).items() if k != "start"} | facts,
             settings=wandb.Settings(silent=True, console="off"),
         )
         self.wandb_id = self.run.id
-        self.run.define_metric("val/loss", summary="min")
+        for name in ("val/loss", "train/loss"):
+            self.run.define_metric(name, summary="min")
 
     def log(self, row: dict[str, Any]) -> None:
         """All numbers of one step; a number that is not finite is written as null."""
         row = {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in row.items()}
-        with self.path.open("a", encoding="utf-8") as f:
-            f.write(json.dumps(row, allow_nan=False) + "\n")
+        with self.surviving("metrics.jsonl", "rows are missing from it"):
+            self.append(json.dumps(row, allow_nan=False) + "\n")
         if self.run:
-            with self.surviving_wandb():
+            with self.surviving("wandb", f"{self.path} has everything"):
                 self.run.log({k: v for k, v in row.items() if k != "iter"}, step=row["iter"])
+
+    def append(self, line: str) -> None:
+        """Adds a whole line or, on a full disk, nothing. Raises OSError."""
+        with self.path.open("ab", buffering=0) as f:
+            size = f.tell()
+            try:
+                if f.write(line.encode()) < len(line):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            except OSError:
+                with contextlib.suppress(OSError):
+                    f.truncate(size)
+                raise
 
     def close(self, exit_code: int) -> None:
         """Ends wandb's run; any exit code but 0 marks it as failed there."""
         if self.run:
-            with self.surviving_wandb():
+            with self.surviving("wandb", f"{self.path} has everything"):
                 self.run.finish(exit_code=exit_code)
