@@ -45,8 +45,7 @@ class Amounts:
 
 
 def ensure_prepared(name: str, root: Path = DATA_ROOT) -> None:
-    """Prepare the default data set when it is asked for and missing; it needs no network and takes
-    seconds."""
+    """Prepare the default data set when it is asked for and missing, which takes seconds and no network."""
     if name == "stdlib" and not (root / name).exists():
         print("The data set stdlib is missing; preparing it from Python's standard library ...", flush=True)
         prepare(StandardLibrary(), name=name, root=root)
@@ -62,8 +61,7 @@ def prepare(
     workers: int = 0,
     overwrite: bool = False,
 ) -> Path:
-    """Make the data set `name` in `root` and return its folder; when the same is there already, say so and
-    stop.
+    """Make the data set `name` in `root` and return its folder; when the same is there, do nothing.
 
     `workers` processes tokenize (0: one, or for tiktoken one per CPU); the result does not depend on it.
     Raises DataError for anything in the way, and leaves nothing behind then.
@@ -163,8 +161,7 @@ def _document_end(source: Source, tokenizer: Tokenizer) -> np.ndarray:
 
 
 def _cut(pieces: Iterable[Piece], position: int) -> Iterator[Piece]:
-    """The pieces of one text, those before character `position` for training and those from there on for
-    validation."""
+    """The pieces of one text: those before character `position` for training, the rest for validation."""
     for piece in pieces:
         head, tail = piece.text[:position], piece.text[position:]
         if head:
@@ -225,8 +222,7 @@ def _work(texts: list[str]) -> list[np.ndarray]:
 
 
 class TokenFile:
-    """A file of token ids being written, as wide as the vocabulary takes: uint16 up to 65,536 ids, else
-    uint32."""
+    """A file of token ids being written: uint16 for a vocabulary of up to 65,536 ids, else uint32."""
 
     def __init__(self, path: Path, vocab_size: int):
         self.vocab_size = vocab_size

@@ -1,9 +1,9 @@
-"""Text -> token files: the command line of data preparation.
+"""Text to token files: the command line of data preparation.
 
-python -m data.prepare stdlib
-python -m data.prepare text --name shakespeare --tokenizer char --files input.txt
-python -m data.prepare hf --name fineweb --path HuggingFaceFW/fineweb-edu --config sample-10BT --tokenizer
-gpt2
+    python -m data.prepare stdlib
+    python -m data.prepare text --name shakespeare --tokenizer char --files input.txt
+    python -m data.prepare hf --name fineweb --path HuggingFaceFW/fineweb-edu --config sample-10BT \\
+        --tokenizer gpt2 --max-tokens 1000000000
 """
 
 import os
@@ -25,8 +25,8 @@ class Options:
     """Common to all sources."""
 
     tokenizer: str = "byte"
-    """byte (no download), char (one id per character of the text), gpt2, cl100k_base or another of
-    tiktoken's."""
+    """byte (no download), char (one id per character of the text), or gpt2, cl100k_base and tiktoken's other
+    encodings."""
     val_fraction: float = 0.1
     """Share kept for validation. A single text file gives its end; several documents are dealt out whole."""
     workers: int = 0
@@ -62,8 +62,7 @@ class Text:
 
 @dataclass(frozen=True, kw_only=True)
 class Hf:
-    """A data set from the Hugging Face hub, or a local folder in its format, streamed without being
-    stored."""
+    """A data set from the Hugging Face hub, or a local folder in its format; streamed, not stored."""
 
     name: str
     """Name of the data set, for train.py --dataset."""

@@ -79,8 +79,7 @@ def _restore(target: Path) -> None:
 
 
 def is_done(target: Path, request: dict) -> bool:
-    """Whether `target` was made by this request. Raises DataError when it holds something else, or is
-    damaged."""
+    """Whether `target` was made by this request; DataError when by another one, or it is damaged."""
     if not target.exists():
         return False
     _check_ours(target)

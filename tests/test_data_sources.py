@@ -165,13 +165,16 @@ def test_hugging_face_folder_in_the_hubs_format(hugging_face, hub_folder):
 def test_hugging_face_mistakes(hugging_face, hub_folder, tmp_path):
     (tmp_path / "scripted").mkdir()
     (tmp_path / "scripted" / "scripted.py").write_text("print('this ran')", encoding="utf-8")
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "train.parquet").write_bytes(b"no table" * 100)
     mistakes = {
         "has no column 'txt' (did you mean 'text'?); pass --column with one of: text, id": {"column": "txt"},
         "column 'id' holds int, not text": {"column": "id"},
-        "cannot be loaded: Bad split: dev. Available splits: ['train', 'test']": {"split": "dev"},
-        "cannot be loaded: BuilderConfig 'large' not found. Available: ['default']": {"config": "large"},
+        "cannot be read: Bad split: dev. Available splits: ['train', 'test']": {"split": "dev"},
+        "cannot be read: BuilderConfig 'large' not found. Available: ['default']": {"config": "large"},
         "it is a script, which datasets no longer runs": {"path": str(tmp_path / "scripted")},
-        "cannot be loaded": {"path": str(tmp_path / "absent")},
+        "cannot be read: Parquet magic bytes": {"path": str(tmp_path / "damaged")},
+        "(a folder must exist; a hub id takes the network)": {"path": str(tmp_path / "absent")},
     }
     said = hugging_face(*({"path": str(hub_folder)} | mistake for mistake in mistakes.values()))
     assert len(said) == len(mistakes)

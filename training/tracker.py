@@ -82,11 +82,12 @@ class Tracker:
             resume="allow" if self.wandb_id else None,
             dir=run_dir,
             mode=config.run.wandb,
-            config=asdict(config) | facts,
+            config={k: v for k, v in asdict(config).items() if k != "start"} | facts,
             settings=wandb.Settings(silent=True, console="off"),
         )
         self.wandb_id = self.run.id
-        self.run.define_metric("val/loss", summary="min")
+        for name in ("val/loss", "train/loss"):
+            self.run.define_metric(name, summary="min")
 
     def log(self, row: dict[str, Any]) -> None:
         """All numbers of one step; a number that is not finite is written as null."""

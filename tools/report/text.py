@@ -37,7 +37,7 @@ def depth_table(run: Run) -> str:
     for depth in shown:
         cells = [span(columns[title].get(depth) or logit(columns[title], depth)) for title in columns]
         mark = "  ".join(marks.get(depth, []))
-        lines.append(f"{depth:14}" + "".join(f"{cell:>22}" for cell in cells) + f"  {mark}".rstrip())
+        lines.append((f"{depth:14}" + "".join(f"{cell:>22}" for cell in cells) + f"  {mark}").rstrip())
     return "\n".join(lines)
 
 
