@@ -13,6 +13,7 @@ import difflib
 import io
 import itertools
 import math
+import os
 import re
 import sys
 import tomllib
@@ -113,17 +114,27 @@ class RunConfig:
     eval_tokens: int = 100_000
     """Validation tokens, in fixed windows."""
     checkpoint_interval: int = 1000
-    """Steps between checkpoints; one more at the end and at every best validation loss."""
+    """Steps between checkpoints; one more at the beginning, the end and every best validation loss."""
+    checkpoint_minutes: float = 30.0
+    """A checkpoint also after so many minutes without one; 0 counts steps only."""
+    keep_checkpoints: int = 2
+    """Newest checkpoints to keep beside the best one."""
     wandb: Literal["offline", "online", "disabled"] = "offline"
     """offline writes OUT/wandb without an account; look with `wandb leet`, upload with `wandb sync`."""
     wandb_project: str = "nanonorm"
     """Project in wandb."""
 
     def __post_init__(self):
-        for name in ("log_interval", "eval_interval", "eval_tokens", "checkpoint_interval"):
+        for name in (
+            "log_interval",
+            "eval_interval",
+            "eval_tokens",
+            "checkpoint_interval",
+            "keep_checkpoints",
+        ):
             value = getattr(self, name)
             require(value >= 1, f"{name} is {value}; it must be at least 1")
-        for name in ("probe_interval", "max_loss_rise"):
+        for name in ("checkpoint_minutes", "probe_interval", "max_loss_rise"):
             value = getattr(self, name)
             require(0 <= value < math.inf, f"{name} is {value}; it must be a number not below 0")
         require(0 <= self.seed < 2**63, f"seed is {self.seed}; it must be from 0 to 2^63 - 1")
@@ -177,6 +188,8 @@ def load_config(argv: Sequence[str], prog: str = "train.py") -> Config:
     config = validate(flags, "on the command line")
     name, stem = config.run.run_name, Path(paths[0]).stem if paths else "run"
     if name == "auto":
+        if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+            raise ConfigError("--run-name auto: a restart by torchrun could not find its run; give it a name")
         name = free_name(Path(config.run.out_dir), stem)
     return replace(config, "run", run_name=name or stem)
 

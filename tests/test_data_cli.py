@@ -5,7 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from data import open_dataset
 
@@ -39,6 +41,17 @@ def test_two_runs(tmp_path, corpus):
     second = run_prepare(*command, "--data-dir", str(tmp_path / "data"))
     assert (second.returncode, second.stderr) == (0, "")
     assert "nothing to do" in second.stdout
+
+
+def test_hugging_face_stops_at_max_tokens(tmp_path):
+    (tmp_path / "corpus").mkdir()
+    rows = pyarrow.table({"text": ["nine char"] * 500})  # with their separators 10 tokens each
+    parquet.write_table(rows, tmp_path / "corpus" / "train.parquet")
+    where = f"--path={tmp_path / 'corpus'}", f"--data-dir={tmp_path / 'data'}"
+    done = run_prepare("hf", "--name", "d", *where, "--max-tokens", "1234", "--val-tokens", "20")
+    assert (done.returncode, done.stderr) == (0, "")
+    dataset = open_dataset("d", root=tmp_path / "data")
+    assert (len(dataset.train), len(dataset.val)) == (1214, 20)
 
 
 @pytest.mark.parametrize(

@@ -24,40 +24,46 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def cut_after(path: Path, step: int) -> None:
-    """Keeps the rows up to optimizer step `step`, so that a resumed run holds each step once."""
+    """Keeps the rows up to optimizer step `step`, so that a resumed run holds each step once.
+
+    What follows a damaged line, such as one that a power cut left half written, goes with it.
+    """
     if not path.exists():
         return
     keep = 0
     with path.open("rb") as lines:
         for line in lines:
-            if not line.endswith(b"\n") or json.loads(line)["iter"] > step:
+            try:
+                late = json.loads(line)["iter"] > step
+            except (ValueError, KeyError, TypeError):
+                break
+            if late or not line.endswith(b"\n"):
                 break
             keep += len(line)
     os.truncate(path, keep)
 
 
 class Tracker:
-    """Writes metrics.jsonl and wandb; what fails of them is told once, and training goes on."""
+    """Writes metrics.jsonl whatever wandb does; a failure of wandb is told once and training goes on."""
 
     def __init__(self, run_dir: Path, config: Config, facts: dict[str, Any], wandb_id: str | None):
         self.path = run_dir / "metrics.jsonl"
-        self.wandb_id, self.run, self.told = wandb_id, None, set()
+        self.wandb_id, self.run = wandb_id, None
+        self.unwritten = b""
         if config.run.wandb != "disabled":
-            with self.surviving("wandb", f"{self.path} has everything"):
+            with self.surviving_wandb():
                 self.start_wandb(run_dir, config, facts)
 
     @contextlib.contextmanager
-    def surviving(self, what: str, remedy: str):
-        """Training goes on without wandb, or without a row of metrics.jsonl where the disk is full."""
+    def surviving_wandb(self):
         try:
             yield
         except Exception as e:
-            if what == "wandb":
-                self.run = None
-            if what not in self.told:
-                self.told.add(what)
-                reason = str(e).strip().partition("\n")[0] or type(e).__name__
-                print(f"{what} failed ({reason}); training goes on, and {remedy}", file=sys.stderr)
+            self.run = None
+            reason = str(e).strip().partition("\n")[0] or type(e).__name__
+            print(
+                f"wandb failed ({reason}); training goes on, and {self.path} has everything", file=sys.stderr
+            )
 
     def start_wandb(self, run_dir: Path, config: Config, facts: dict[str, Any]) -> None:
         if config.run.wandb == "offline":
@@ -86,26 +92,29 @@ class Tracker:
     def log(self, row: dict[str, Any]) -> None:
         """All numbers of one step; a number that is not finite is written as null."""
         row = {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in row.items()}
-        with self.surviving("metrics.jsonl", "rows are missing from it"):
-            self.append(json.dumps(row, allow_nan=False) + "\n")
+        self.append(json.dumps(row, allow_nan=False).encode() + b"\n")
         if self.run:
-            with self.surviving("wandb", f"{self.path} has everything"):
+            with self.surviving_wandb():
                 self.run.log({k: v for k, v in row.items() if k != "iter"}, step=row["iter"])
 
-    def append(self, line: str) -> None:
-        """Adds a whole line or, on a full disk, nothing. Raises OSError."""
-        with self.path.open("ab", buffering=0) as f:
-            size = f.tell()
-            try:
-                if f.write(line.encode()) < len(line):
+    def append(self, line: bytes) -> None:
+        """Whole lines or nothing; what a failing disk does not take is told once and tried again with the next."""
+        told, self.unwritten = bool(self.unwritten), self.unwritten + line
+        try:
+            with self.path.open("ab", buffering=0) as f:
+                before = f.tell()
+                if f.write(self.unwritten) < len(self.unwritten):
+                    f.truncate(before)
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            except OSError:
-                with contextlib.suppress(OSError):
-                    f.truncate(size)
-                raise
+            self.unwritten = b""
+        except OSError as e:
+            if not told:
+                print(f"{self.path} cannot be written ({e.strerror}); training goes on", file=sys.stderr)
 
     def close(self, exit_code: int) -> None:
         """Ends wandb's run; any exit code but 0 marks it as failed there."""
+        if self.unwritten:
+            self.append(b"")
         if self.run:
-            with self.surviving("wandb", f"{self.path} has everything"):
+            with self.surviving_wandb():
                 self.run.finish(exit_code=exit_code)
