@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from distributed_worker import CASES, measure
-from tiny_runs import STEPS, before_step, finish, launch, recipe, rows, saved, start, train, wait_for
+from tiny_runs import before_step, finish, launch, recipe, rows, saved, start, train, wait_for
 
 from configs import load_config
 from training.runtime import Runtime, accumulation
@@ -39,7 +39,7 @@ def compared(tmp_path_factory) -> tuple[Path, dict]:
 def test_two_processes_train_as_one(compared, parallel, case):
     file, found = compared
     together, alone = found[f"{parallel} {case}"], measure(ALONE, str(file), CASES[case])
-    exact = case not in ("bfloat16", "float16")  # there, another order of summation is another rounding
+    exact = case not in ("bfloat16", "float16")  # where another order of summation is another rounding
     loss_tolerance, tolerance = (1e-5, 1e-4) if exact else (2e-3, 3e-2)
     for ours, theirs in zip(together["rows"], alone["rows"], strict=True):
         assert ours.keys() == theirs.keys()
@@ -47,9 +47,9 @@ def test_two_processes_train_as_one(compared, parallel, case):
         assert ours == pytest.approx(theirs, rel=tolerance, abs=1e-7)
     assert together["val_loss"] == pytest.approx(alone["val_loss"], rel=loss_tolerance)
     assert together["tied"] == alone["tied"] == ("--no-tie-embeddings" not in CASES[case])
-    assert together["weights"] == pytest.approx(alone["weights"], rel=1e-3)
-    losses = [row["train/loss"] for row in alone["rows"]]
-    assert losses[-1] < losses[0] - 0.05  # it has learned, so the updates were compared and not the start
+    assert min(together["moved"], alone["moved"]) > 0.1  # so that not the start is compared
+    if exact:
+        assert together["weights"] == pytest.approx(alone["weights"], rel=1e-3)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
