@@ -6,11 +6,12 @@
 Read `train` for the order of things; what it leans on is in `training/`.
 """
 
+import contextlib
 import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +19,24 @@ import torch
 
 from configs import Config, ConfigError, load_config, replace, user_error
 from data import DataError, Dataset, check_token_range, ensure_prepared, open_dataset
+from tools.report.runs import load_runs
+from tools.report.text import depth_table
 from tools.sample import Options as SampleOptions
 from tools.sample import continuations
-from training import folder
-from training.checkpoint import CheckpointError
 from training.clock import Clock, peak_rate
 from training.divergence import EXIT_CODE, Diverged, Guard, replay
+from training.folder import RunFolder
 from training.keeper import Keeper
 from training.probe import Probe
-from training.runtime import Runtime, start, stop
+from training.runtime import USER_ERRORS, Runtime, leave, lost_peer, start, stop
+from training.stop import EXIT_INTERRUPTED, EXIT_STOPPED, EXIT_UNSAVED, StopRequest
 from training.tracker import Tracker
 from training.trainer import Trainer
 
 
 def main(argv: Sequence[str]) -> None:
+    """Ends the process with one of the exit codes that training/stop.py lists."""
+    runtime = None
     try:
         if not argv:
             raise ConfigError(
@@ -43,44 +48,78 @@ def main(argv: Sequence[str]) -> None:
         keep_caches_in(Path(config.run.out_dir))
         config, runtime = start(config)
         (replay if config.start.replay else train)(config, runtime)
-    except (ConfigError, DataError, CheckpointError) as e:
+    except USER_ERRORS as e:
+        if runtime is None and os.environ.get("LOCAL_RANK", "0") != "0":
+            leave()  # the first process of this machine has found the same
         user_error(str(e))
     except Diverged as e:
-        print(f"\n{e}".rstrip(), file=sys.stderr)
+        print(f"\n{e}", file=sys.stderr)
         raise SystemExit(EXIT_CODE) from None
+    except RuntimeError as e:
+        if not lost_peer(e):
+            raise
+        print("a process leaves, because another one of this run has ended before its time", file=sys.stderr)
+        raise SystemExit(1) from None
+    except KeyboardInterrupt:
+        raise SystemExit(EXIT_INTERRUPTED) from None
     finally:
         stop()
 
 
 def train(config: Config, runtime: Runtime) -> None:
     tell = print if runtime.is_main else lambda *_, **__: None
-    dataset = open_data(config, runtime)
-    config = fit(config, dataset)
-    run_dir = folder.choose(config)
-    trainer = Trainer(config, runtime, dataset)
-    describe(trainer, dataset, tell)
-    keeper = Keeper(trainer, dataset, run_dir, tell)
-    keeper.begin()
-    tracker = None
-    if runtime.is_main:
-        folder.claim(run_dir, config, keeper.progress.step)
-        tracker = Tracker(run_dir, config, facts(trainer), keeper.progress.wandb_id)
+    folder = RunFolder(config)
+    try:
+        resuming = runtime.on_main(lambda: folder.choose(config.start))
+        config, dataset = open_data(config, runtime)
+        trainer = runtime.on_all(lambda: Trainer(config, runtime, dataset))
+        describe(trainer, dataset, tell)
+        keeper = Keeper(trainer, dataset, folder, tell)
+        keeper.begin(resuming)
+        with StopRequest() as request, tracking(trainer, keeper) as tracker:
+            loop(trainer, keeper, tracker, request, tell)
+        settle(trainer, dataset, keeper, request, tell)
+    finally:
+        folder.release()
+
+
+@contextlib.contextmanager
+def tracking(trainer: Trainer, keeper: Keeper) -> Iterator[Tracker | None]:
+    """The tracker, on the first process; what ends in an exception is marked as failed."""
+    if not trainer.runtime.is_main:
+        yield None
+        return
+    tracker = Tracker(keeper.folder.path, trainer.config, facts(trainer), keeper.progress.wandb_id)
     exit_code = 1
     try:
-        loop(trainer, keeper, tracker, tell)
+        yield tracker
         exit_code = 0
     finally:
-        if tracker:
-            tracker.close(exit_code)
+        tracker.close(exit_code)
+
+
+def settle(trainer: Trainer, dataset: Dataset, keeper: Keeper, request: StopRequest, tell) -> None:
+    """The last words and the exit code of a run that is done or was asked to stop."""
+    step = keeper.progress.step
+    if not keeper.intact:
+        tell(f"ending at step {step} without its checkpoint; --resume goes on from an earlier one")
+        raise SystemExit(EXIT_UNSAVED)
+    if step < trainer.config.optim.max_iters:
+        reason = request.signal.name if request.signal else "a signal to another process"
+        tell(f"stopped by {reason} at step {step}, which is saved; go on with --resume")
+        raise SystemExit(EXIT_STOPPED)
     farewell(trainer, dataset, keeper, tell)
 
 
-def loop(trainer: Trainer, keeper: Keeper, tracker: Tracker | None, tell) -> None:
-    """Steps, and at their intervals metrics, evaluation and checkpoints, each of which the last step has too."""
+def loop(trainer: Trainer, keeper: Keeper, tracker: Tracker | None, request: StopRequest, tell) -> None:
+    """Steps, and at their intervals metrics, evaluation and checkpoints, each of which the last step has too.
+
+    A request to stop is heeded after a step, on all processes after the same one.
+    """
     run, optim, progress = trainer.config.run, trainer.config.optim, keeper.progress
     tokens_per_step = optim.batch_size * trainer.block_size
     probe = Probe(trainer.model, trainer.windows, trainer.norms)
-    guard = Guard(trainer, keeper.dataset, keeper.run_dir)
+    guard = Guard(trainer, keeper.dataset, keeper.folder.path)
 
     def due(step: int, interval: int) -> bool:
         return interval > 0 and (step % interval == 0 or step == optim.max_iters)
@@ -88,14 +127,16 @@ def loop(trainer: Trainer, keeper: Keeper, tracker: Tracker | None, tell) -> Non
     if progress.step == 0:
         at_start(trainer, keeper, probe, tracker, tell)
     clock = Clock(tokens_per_step, progress.step, optim.max_iters, peak_rate(trainer.model, trainer.runtime))
-    while progress.step < optim.max_iters:
+    stopping = False
+    while progress.step < optim.max_iters and not stopping:
         step = progress.step + 1
         watch = step == 1 or due(step, run.log_interval)
         look, evaluate = due(step, run.probe_interval), due(step, run.eval_interval)
-        save = due(step, run.checkpoint_interval)
         if look:
             probe.remember()
         values = trainer.step(progress.step, watch)
+        stopping, overdue = trainer.runtime.any(request.signal is not None, keeper.overdue())
+        save = stopping or overdue or due(step, run.checkpoint_interval)
         row, diverged = trainer.row(values, progress.step) if watch else {}, False
         if watch:
             diverged = row.pop("diverged")
@@ -110,13 +151,12 @@ def loop(trainer: Trainer, keeper: Keeper, tracker: Tracker | None, tell) -> Non
         if look:
             row |= probe.measure(trainer.scale.scale)
         if evaluate:
-            row["val/loss"] = progress.val_loss = trainer.evaluate()
+            row["val/loss"] = trainer.evaluate()
+            save = progress.evaluated(row["val/loss"]) or save
         if row:
             emit(tracker, step, step * tokens_per_step, row)
             clock.show(step, row, tell)
-        improved = evaluate and progress.val_loss < progress.best_loss
-        progress.best_loss = min(progress.best_loss, progress.val_loss) if evaluate else progress.best_loss
-        if improved or save:
+        if save:
             progress.wandb_id = tracker and tracker.wandb_id
             keeper.save()
         if look or evaluate or save:
@@ -178,9 +218,13 @@ def facts(trainer: Trainer) -> dict[str, Any]:
 
 
 def farewell(trainer: Trainer, dataset: Dataset, keeper: Keeper, tell) -> None:
-    """A sample, and where to look next."""
-    run_dir, progress = keeper.run_dir, keeper.progress
+    """What became of every depth, a sample, and where to look next."""
+    run_dir, progress = keeper.folder.path, keeper.progress
     tell(f"\ndone: {progress.step} steps, val loss {progress.val_loss:.4f}, best {progress.best_loss:.4f}")
+    if trainer.runtime.is_main:
+        tell(
+            f"\nfrom the first step to the last:\n{textwrap.indent(depth_table(*load_runs((run_dir,))), '    ')}"
+        )
     if trainer.runtime.world == 1 and "tokenizer" in dataset.meta:
         text = continuations(
             trainer.model.eval(), dataset.tokenizer, SampleOptions(run=str(run_dir), tokens=200)
@@ -189,6 +233,7 @@ def farewell(trainer: Trainer, dataset: Dataset, keeper: Keeper, tell) -> None:
     tell(
         f"\nwhere to look next:\n"
         f"    python -m tools.sample {run_dir}          more text\n"
+        f"    python -m tools.report {run_dir}          a page of what happened inside\n"
         f"    wandb leet {run_dir}/wandb             every curve, in the terminal\n"
         f"    {run_dir}/metrics.jsonl                the same numbers, a JSON object per step"
     )
@@ -200,12 +245,11 @@ def keep_caches_in(out_dir: Path) -> None:
         os.environ.setdefault(f"{name}_CACHE_DIR", str((out_dir / ".cache" / name.lower()).absolute()))
 
 
-def open_data(config: Config, runtime: Runtime) -> Dataset:
-    """The data set; the default one is prepared by the first process if it is missing."""
-    if runtime.is_main:
-        ensure_prepared(config.data.dataset)
-    runtime.barrier()
-    return open_dataset(config.data.dataset)
+def open_data(config: Config, runtime: Runtime) -> tuple[Config, Dataset]:
+    """The data set, and the configuration with its vocabulary; the default one is prepared if it is missing."""
+    runtime.on_main(lambda: ensure_prepared(config.data.dataset))
+    dataset = runtime.on_all(lambda: open_dataset(config.data.dataset))
+    return runtime.on_all(lambda: fit(config, dataset)), dataset
 
 
 def fit(config: Config, dataset: Dataset) -> Config:

@@ -1,8 +1,10 @@
 """Data: token files, and the batches that a step of training or evaluation takes from them.
 
-data.prepare    text -> token files (command line: python -m data.prepare --help), through data.sources and
-data.build data.dataset    opening token files: ours, nanoGPT's, llm.c's data.batches    which windows belong
-to which step data.tokenizer  text <-> ids
+- `data.prepare`: text to token files, on the command line; `data.sources` reads, `data.build` tokenizes and
+  writes, `data.publish` gives a finished folder its name
+- `data.dataset`: opens a folder of token files; `data.files` knows their layouts
+- `data.batches`: which windows belong to which step
+- `data.tokenizer`: text to ids and back
 """
 
 from typing import TYPE_CHECKING
@@ -44,8 +46,7 @@ class DataConfig:
 
 
 def __getattr__(name: str):
-    # Batches are torch tensors, and importing torch takes seconds that data.prepare and its workers need not
-    # wait.
+    # Batches are torch tensors, and importing torch takes seconds that data.prepare need not spend.
     if name in ("EvalWindows", "TrainBatches"):
         from data import batches
 

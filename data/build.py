@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -44,8 +45,7 @@ class Amounts:
 
 
 def ensure_prepared(name: str, root: Path = DATA_ROOT) -> None:
-    """Prepare the default data set when it is asked for and missing; it needs no network and takes
-    seconds."""
+    """Prepare the default data set when it is asked for and missing, which takes seconds and no network."""
     if name == "stdlib" and not (root / name).exists():
         print("The data set stdlib is missing; preparing it from Python's standard library ...", flush=True)
         prepare(StandardLibrary(), name=name, root=root)
@@ -61,8 +61,7 @@ def prepare(
     workers: int = 0,
     overwrite: bool = False,
 ) -> Path:
-    """Make the data set `name` in `root` and return its folder; when the same is there already, say so and
-    stop.
+    """Make the data set `name` in `root` and return its folder; when the same is there, do nothing.
 
     `workers` processes tokenize (0: one, or for tiktoken one per CPU); the result does not depend on it.
     Raises DataError for anything in the way, and leaves nothing behind then.
@@ -72,8 +71,8 @@ def prepare(
         raise DataError(f"--workers must not be negative, but is {workers}")
     if workers == 0:
         workers = 1 if tokenizer in ("byte", "char") else os.cpu_count() or 1
-    request = source.describe() | {"tokenizer": tokenizer} | vars(amounts)
     with new_folder(name, root) as folder:
+        request = source.describe() | {"tokenizer": tokenizer} | vars(amounts)
         if not overwrite and is_done(root / name, request):
             print(f"{root / name} is already prepared from this source with this tokenizer: nothing to do")
             return root / name
@@ -162,8 +161,7 @@ def _document_end(source: Source, tokenizer: Tokenizer) -> np.ndarray:
 
 
 def _cut(pieces: Iterable[Piece], position: int) -> Iterator[Piece]:
-    """The pieces of one text, those before character `position` for training and those from there on for
-    validation."""
+    """The pieces of one text: those before character `position` for training, the rest for validation."""
     for piece in pieces:
         head, tail = piece.text[:position], piece.text[position:]
         if head:
@@ -215,6 +213,7 @@ def _tasks(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
 
 def _start_worker(tokenizer_meta: dict) -> None:
     global _worker_tokenizer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the first ends the others
     _worker_tokenizer = load_tokenizer(tokenizer_meta)
 
 
@@ -223,8 +222,7 @@ def _work(texts: list[str]) -> list[np.ndarray]:
 
 
 class TokenFile:
-    """A file of token ids being written, as wide as the vocabulary takes: uint16 up to 65,536 ids, else
-    uint32."""
+    """A file of token ids being written: uint16 for a vocabulary of up to 65,536 ids, else uint32."""
 
     def __init__(self, path: Path, vocab_size: int):
         self.vocab_size = vocab_size

@@ -50,8 +50,7 @@ class Dataset:
 
     @property
     def vocab_size(self) -> int | None:
-        """Number of ids of the tokenizer, or None for nanoGPT's folders, which do not say (in a readable
-        way)."""
+        """Number of ids of the tokenizer, or None for nanoGPT's folders, which say it in a pickle only."""
         return self.meta.get("vocab_size")
 
     @cached_property
@@ -82,8 +81,7 @@ def _samples(tokens: Tokens):
 
 
 def open_dataset(name_or_path: str, root: Path = DATA_ROOT) -> Dataset:
-    """The data set of this name under `root`, or in this folder. Raises DataError when it is missing or
-    broken."""
+    """The data set of this name under `root`, or in this folder; DataError when missing or broken."""
     path = _find(name_or_path, root)
     if (path / "meta.json").exists():
         return _open_prepared(path)
@@ -100,9 +98,8 @@ def open_dataset(name_or_path: str, root: Path = DATA_ROOT) -> Dataset:
                     f"{path} holds no {split} tokens: expected train.bin and val.bin, or shards named "
                     f"*_train_*.bin and *_val_*.bin"
                 )
-    gpt2 = all(
-        shard.offset for found in shards.values() for shard in found
-    )  # llm.c's version 1 is GPT-2's vocabulary
+    # a shard with a header is llm.c's, whose version 1 stands for GPT-2's vocabulary
+    gpt2 = all(shard.offset for shard in shards["train"] + shards["val"])
     meta = {"tokenizer": {"name": "gpt2"}, "vocab_size": 50257} if gpt2 else {}
     return Dataset(path, Tokens(shards["train"]), Tokens(shards["val"]), meta)
 

@@ -54,14 +54,14 @@ class Tokens:
     """The tokens of one or several files as one sequence, of which only what is asked for is read."""
 
     def __init__(self, shards: list[Shard]):
-        self.shards = [shard for shard in shards if shard.count > 0]
+        self.shards = shards
         self.dtype = shards[0].dtype
         assert all(shard.dtype == self.dtype for shard in shards)
-        self._ends = list(accumulate(shard.count for shard in self.shards))
+        self._ends = list(accumulate(shard.count for shard in shards))
         self._open = lru_cache(maxsize=OPEN_FILES)(_OpenFile)
 
     def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
+        return self._ends[-1]
 
     def read(self, starts: np.ndarray, length: int) -> np.ndarray:
         """The `length` tokens from each of `starts` [n] on, int64 [n, length].

@@ -1,11 +1,12 @@
-"""Text -> token files: the command line of data preparation.
+"""Text to token files: the command line of data preparation.
 
-python -m data.prepare stdlib
-python -m data.prepare text --name shakespeare --tokenizer char --files input.txt
-python -m data.prepare hf --name fineweb --path HuggingFaceFW/fineweb-edu --config sample-10BT --tokenizer
-gpt2
+    python -m data.prepare stdlib
+    python -m data.prepare text --name shakespeare --tokenizer char --files input.txt
+    python -m data.prepare hf --name fineweb --path HuggingFaceFW/fineweb-edu --config sample-10BT \\
+        --tokenizer gpt2 --max-tokens 1000000000
 """
 
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Annotated
 import tyro
 
 from data.build import Amounts, prepare
+from data.command_line import read_flags
 from data.dataset import DATA_ROOT
 from data.errors import DataError
 from data.sources import HuggingFace, StandardLibrary, TextFiles, find_files
@@ -24,8 +26,8 @@ class Options:
     """Common to all sources."""
 
     tokenizer: str = "byte"
-    """byte (no download), char (one id per character of the text), gpt2, cl100k_base or another of
-    tiktoken's."""
+    """byte (no download), char (one id per character of the text), or gpt2, cl100k_base and tiktoken's other
+    encodings."""
     val_fraction: float = 0.1
     """Share kept for validation. A single text file gives its end; several documents are dealt out whole."""
     workers: int = 0
@@ -61,8 +63,7 @@ class Text:
 
 @dataclass(frozen=True, kw_only=True)
 class Hf:
-    """A data set from the Hugging Face hub, or a local folder in its format, streamed without being
-    stored."""
+    """A data set from the Hugging Face hub, or a local folder in its format; streamed, not stored."""
 
     name: str
     """Name of the data set, for train.py --dataset."""
@@ -113,15 +114,23 @@ def run(command: Stdlib | Text | Hf) -> None:
 
 def main() -> None:
     description = "Turn text into the token files that train.py reads."
-    command = tyro.cli(Command, prog="python -m data.prepare", description=description)
+    command, code = None, 0
     try:
+        command = read_flags(Command, sys.argv[1:], "python -m data.prepare", description, DataError)
         run(command)
-    except (DataError, OSError) as error:
+    except DataError as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        code = 2
     except KeyboardInterrupt:
         print("interrupted; nothing was kept", file=sys.stderr)
-        sys.exit(130)
+        code = 130
+    if isinstance(command, Hf):
+        # All files are closed by now, and pyarrow's reader threads may abort a regular exit after streaming:
+        # https://github.com/apache/arrow/issues/45214
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

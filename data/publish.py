@@ -23,12 +23,17 @@ def new_folder(name: str, root: Path) -> Iterator[Path]:
         raise DataError(f"{name!r} cannot name a data set: use letters, digits, '-', '_' and '.'")
     target = root / name
     folder = root / f".{name}.partial"
-    lock = _lock(folder, target)
+    try:
+        lock = _lock(folder, target)
+    except OSError as error:
+        raise DataError(f"{root} cannot be written to: {error}") from error
     try:
         for left_over in folder.iterdir():
             left_over.unlink()
         _restore(target)
         yield folder
+    except OSError as error:  # of the source or of the target; the error says which file
+        raise DataError(f"preparing {target} failed: {error}") from error
     finally:
         if _is_same(folder, lock):  # not published
             shutil.rmtree(folder)
@@ -48,6 +53,8 @@ def _lock(folder: Path, target: Path) -> int:
         except BlockingIOError:
             print(f"Waiting for another process, which is preparing {target} ...", flush=True)
             fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError:
+            return lock  # a network file system without locks: nobody can be waited for
         if _is_same(folder, lock):
             return lock
         os.close(lock)  # the other process has published or removed the folder that was waited for
@@ -72,8 +79,7 @@ def _restore(target: Path) -> None:
 
 
 def is_done(target: Path, request: dict) -> bool:
-    """Whether `target` was made by this request. Raises DataError when it holds something else, or is
-    damaged."""
+    """Whether `target` was made by this request; DataError when by another one, or it is damaged."""
     if not target.exists():
         return False
     _check_ours(target)

@@ -45,8 +45,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class StandardLibrary:
-    """The Python standard library's own source text on this machine, without its tests: a corpus without
-    download."""
+    """The source text of this machine's Python standard library, without its tests."""
 
     one_text = False
 
@@ -225,26 +224,23 @@ class HuggingFace:
         return described | {"column": self.column}
 
     def pieces(self) -> Iterator[Piece]:
-        rows = self._load()
         where = f"data set {self.path!r}"
-        if rows.column_names and self.column not in rows.column_names:
-            raise missing_column(self.column, rows.column_names, where)
-        yield from _records(text_of(row, self.column, where) for row in rows)
+        yield from _records(text_of(row, self.column, where) for row in self._rows())
 
-    def _load(self):
+    def _rows(self) -> Iterator[dict]:
         _keep_caches_here()
         try:
             import datasets
         except ImportError:
             raise DataError("this source takes the datasets package: pip install datasets") from None
         try:
-            return datasets.load_dataset(self.path, name=self.config, split=self.split, streaming=True)
+            yield from datasets.load_dataset(self.path, name=self.config, split=self.split, streaming=True)
         except Exception as error:  # of datasets, the hub's client, the network: too many kinds to name
             reason = " ".join(str(error).split())
             if "scripts are no longer supported" in reason:
                 reason = "it is a script, which datasets no longer runs; look for a Parquet version of it"
             raise DataError(
-                f"the data set {self.path!r} cannot be loaded: {reason or type(error).__name__} "
+                f"the data set {self.path!r} cannot be read: {reason or type(error).__name__} "
                 "(a folder must exist; a hub id takes the network)"
             ) from None
 
@@ -254,14 +250,8 @@ def _keep_caches_here() -> None:
     as the user's token is read from there."""
     if "HF_HOME" not in os.environ:
         cache = Path(__file__).parent / ".cache" / "huggingface"
-        for name in (
-            "HF_HUB_CACHE",
-            "HF_DATASETS_CACHE",
-            "HF_MODULES_CACHE",
-            "HF_ASSETS_CACHE",
-            "HF_XET_CACHE",
-        ):
-            os.environ.setdefault(name, str(cache / name.split("_")[1].lower()))
+        for kind in ("hub", "datasets", "modules", "assets", "xet"):
+            os.environ.setdefault(f"HF_{kind.upper()}_CACHE", str(cache / kind))
 
 
 def _records(texts: Iterator[str]) -> Iterator[Piece]:

@@ -41,8 +41,7 @@ class ByteTokenizer:
 
 
 class CharTokenizer:
-    """One id for each character of a corpus, in code point order as in nanoGPT's char data sets; no
-    separator."""
+    """One id for each character of a corpus, in code point order as nanoGPT's; no separator."""
 
     name = "char"
     separator = None

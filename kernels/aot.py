@@ -181,7 +181,7 @@ def accesses(ptx, arguments):
         return found - {"M", "P"}
 
     counts = Counter()
-    pattern = r"(?:ld|st)\.global(?:\.\w+::\w+)*(?:\.v(\d))?\.[bfus](\d+)\s[^\[]*\[\s*(%\w+)"
+    pattern = r"(?:ld|st)(?:\.\w+)?\.global(?:\.\w+::\w+)*(?:\.v(\d))?\.[bfus](\d+)\s[^\[]*\[\s*(%\w+)"
     for vector, bits, address in re.findall(pattern, ptx):
         (argument,) = parameters_behind(address)
         counts[argument, int(vector or 1) * int(bits) // 8] += 1

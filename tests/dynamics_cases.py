@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+import train
 from configs import load_config
 from data import open_dataset
 from model import GPT, ModelConfig
@@ -125,13 +126,26 @@ def tiny_data(folder: Path, tokens: int = 4000):
     return open_dataset(str(folder))
 
 
-FLAGS = (
-    "--n-layer 2 --n-head 2 --n-embd 8 --block-size 6 --vocab-size 11 --max-iters 12 --batch-size 4 "
-    "--warmup-iters 2 --lr 1e-2 --min-lr 1e-3 --log-interval 2 --probe-interval 4 --eval-interval 6 "
-    "--checkpoint-interval 6 --eval-tokens 60 --wandb disabled --device cpu"
-).split()
+TINY = {
+    **{"n-layer": 2, "n-head": 2, "n-embd": 8, "block-size": 6, "vocab-size": 11, "dtype": "float32"},
+    **{"max-iters": 12, "batch-size": 4, "warmup-iters": 2, "lr": 1e-2, "min-lr": 1e-3, "eval-tokens": 60},
+    **{"log-interval": 2, "probe-interval": 4, "eval-interval": 6, "checkpoint-interval": 6},
+    **{"wandb": "disabled", "device": "cpu"},
+}
+FLAGS = [word for name, value in TINY.items() for word in (f"--{name}", str(value))]
 
 
 def tiny_trainer(folder: Path, *flags: str, world: int = 1, rank: int = 0) -> Trainer:
-    config = load_config([*FLAGS, "--dtype", "float32", *flags])
+    config = load_config([*FLAGS, *flags])
     return Trainer(config, Runtime(torch.device("cpu"), rank, world), tiny_data(folder / "data"))
+
+
+def train_here(folder: Path, *flags: str) -> Path:
+    """Trains in this process, into `folder/run`, as train.py does; the run's folder."""
+    tiny_data(folder / "data")
+    where = ["--dataset", str(folder / "data"), "--out-dir", str(folder), "--run-name", "run"]
+    train.main([*FLAGS, *where, *flags])
+    return folder / "run"
+
+
+DIVERGING = ["--placement", "post", "--dropout", "0.1", "--micro-batch-size", "2"]

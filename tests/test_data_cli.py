@@ -5,7 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from data import open_dataset
 
@@ -41,6 +43,17 @@ def test_two_runs(tmp_path, corpus):
     assert "nothing to do" in second.stdout
 
 
+def test_hugging_face_stops_at_max_tokens(tmp_path):
+    (tmp_path / "corpus").mkdir()
+    rows = pyarrow.table({"text": ["nine char"] * 500})  # with their separators 10 tokens each
+    parquet.write_table(rows, tmp_path / "corpus" / "train.parquet")
+    where = f"--path={tmp_path / 'corpus'}", f"--data-dir={tmp_path / 'data'}"
+    done = run_prepare("hf", "--name", "d", *where, "--max-tokens", "1234", "--val-tokens", "20")
+    assert (done.returncode, done.stderr) == (0, "")
+    dataset = open_dataset("d", root=tmp_path / "data")
+    assert (len(dataset.train), len(dataset.val)) == (1214, 20)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -48,7 +61,7 @@ def test_two_runs(tmp_path, corpus):
         ("text --name d --files FOLDER/empty.txt", "no text to speak of"),
         ("text --name d --files FOLDER/latin.txt", "latin.txt is not UTF-8 text: see byte 3"),
         ("text --name d --files FOLDER/rows.jsonl", "no column 'text'; pass --column with one of: body"),
-        ("text --name d --files FOLDER/good.txt --tokenizer gpt-2", "did you mean 'gpt2'?"),
+        ("text --name d --files FOLDER/good.txt --tokenizer gpt-2", "did you mean gpt2?"),
         ("text --name d --files FOLDER/good.txt --tokenizer cl100k_base", "use the byte tokenizer"),
         ("text --name a/b --files FOLDER/good.txt", "'a/b' cannot name a data set"),
         ("text --name d --files FOLDER/good.txt --val-fraction 1", "--val-fraction must lie between 0 and 1"),
@@ -70,7 +83,7 @@ def test_a_mistake_is_one_sentence(tmp_path, corpus, arguments, message):
     ("arguments", "message"),
     [
         ("", "{stdlib, text, hf}"),
-        ("webtext --name d", "stdlib, text, hf"),
+        ("webtext --name d", "webtext is neither"),
         ("text --files a.txt", "--name"),
         ("text --name d --files a.txt --tokeniser byte", "--tokenizer"),
         ("text --name d --files a.txt --val-fraction much", "--val-fraction"),

@@ -194,13 +194,14 @@ def test_a_missing_data_set_names_the_nearest_and_the_way_to_make_one(tmp_path):
     with pytest.raises(DataError) as caught:
         open_dataset("shakespear", root=tmp_path)
     message = str(caught.value)
-    assert "did you mean 'shakespeare'?" in message
+    assert "did you mean shakespeare?" in message
     assert "python -m data.prepare" in message
 
 
 def test_reads_survive_short_reads_and_passing_errors(tmp_path, monkeypatch):
     dataset = open_dataset(str(write_nanogpt(tmp_path / "char", train=range(100))))
-    original, calls = os.pread, []
+    original, calls, opened = os.pread, [], []
+    original_open = os.open
 
     def unreliable(fd, size, position):
         calls.append(position)
@@ -208,10 +209,16 @@ def test_reads_survive_short_reads_and_passing_errors(tmp_path, monkeypatch):
             raise OSError(errno.ESTALE, "Stale file handle")
         return original(fd, min(size, 7), position)  # not a whole number of tokens
 
+    def counting_open(*arguments):
+        opened.append(arguments)
+        return original_open(*arguments)
+
     monkeypatch.setattr(os, "pread", unreliable)
+    monkeypatch.setattr(os, "open", counting_open)
     monkeypatch.setattr(files_module, "RETRY_SECONDS", (0, 0))
     assert contents(dataset.train) == list(range(100))
     assert len(calls) > 4
+    assert len(opened) == 3  # a stale handle is not tried again
 
 
 def test_a_lasting_read_error_is_told(tmp_path, monkeypatch):

@@ -67,7 +67,7 @@ def test_jsonl(tmp_path):
         (b'["text"]', "line 2: expected an object with a column 'text'"),
         (
             b'{"texts": "", "id": 1}',
-            r"line 2 has no column 'text' \(did you mean 'texts'\?\).*one of: texts, id",
+            r"line 2 has no column 'text' \(did you mean texts\?\).*one of: texts, id",
         ),
         (b'{"text": 5}', "line 2: column 'text' holds int, not text"),
     ],
@@ -111,7 +111,7 @@ def test_local_text_needs_neither_datasets_nor_pyarrow(tmp_path, monkeypatch):
 
 
 HF = """
-import sys, json
+import json, os, sys
 from data.sources import HuggingFace
 from data.errors import DataError
 for arguments in json.loads(sys.argv[1]):
@@ -119,6 +119,8 @@ for arguments in json.loads(sys.argv[1]):
         print(json.dumps([piece.text for piece in HuggingFace(**arguments).pieces()]))
     except DataError as error:
         print(error)
+sys.stdout.flush()
+os._exit(0)  # as data.prepare does after streaming
 """
 
 
@@ -163,13 +165,16 @@ def test_hugging_face_folder_in_the_hubs_format(hugging_face, hub_folder):
 def test_hugging_face_mistakes(hugging_face, hub_folder, tmp_path):
     (tmp_path / "scripted").mkdir()
     (tmp_path / "scripted" / "scripted.py").write_text("print('this ran')", encoding="utf-8")
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "train.parquet").write_bytes(b"no table" * 100)
     mistakes = {
-        "has no column 'txt' (did you mean 'text'?); pass --column with one of: text, id": {"column": "txt"},
+        "has no column 'txt' (did you mean text?); pass --column with one of: text, id": {"column": "txt"},
         "column 'id' holds int, not text": {"column": "id"},
-        "cannot be loaded: Bad split: dev. Available splits: ['train', 'test']": {"split": "dev"},
-        "cannot be loaded: BuilderConfig 'large' not found. Available: ['default']": {"config": "large"},
+        "cannot be read: Bad split: dev. Available splits: ['train', 'test']": {"split": "dev"},
+        "cannot be read: BuilderConfig 'large' not found. Available: ['default']": {"config": "large"},
         "it is a script, which datasets no longer runs": {"path": str(tmp_path / "scripted")},
-        "cannot be loaded": {"path": str(tmp_path / "absent")},
+        "cannot be read: Parquet magic bytes": {"path": str(tmp_path / "damaged")},
+        "(a folder must exist; a hub id takes the network)": {"path": str(tmp_path / "absent")},
     }
     said = hugging_face(*({"path": str(hub_folder)} | mistake for mistake in mistakes.values()))
     assert len(said) == len(mistakes)

@@ -89,9 +89,7 @@ def test_statistics_give_the_rms_of_the_stream(function, kind):
     tensors = case.inputs()
     gains = tensors["weight"], tensors.get("bias")
     out = (tensors["out_weight"], tensors.get("out_bias")) if function == "norm_add_norm" else (None, None)
-    r, _, stats = fused.forward(
-        tensors["x"], tensors["s"], *out, *gains, kind, 1e-5, torch.float32, True
-    )
+    r, _, stats = fused.forward(tensors["x"], tensors["s"], *out, *gains, kind, 1e-5, torch.float32, True)
     mean_square = fused.mean_square(stats, kind, 1e-5)
     torch.testing.assert_close(mean_square, r.square().mean(-1), rtol=1e-5, atol=0)
 

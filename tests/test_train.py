@@ -135,7 +135,7 @@ def test_a_folder_that_holds_a_run_is_refused_and_left_alone(run):
 
 def test_sampling_is_seeded_and_knows_the_corpus(run, capsys):
     def draw(*flags):
-        sample.main([str(run[0]), "--tokens", "60", "--prompt", "to be", *flags])
+        sample.main([str(run[0]), "--tokens", "60", "--prompt", "to be, or", *flags])
         return capsys.readouterr().out
 
     assert draw("--seed", "3") == draw("--seed", "3")
@@ -159,7 +159,7 @@ def assert_refused(done: subprocess.CompletedProcess, says: str) -> None:
         ("--n-head 5", "n_embd 32 does not divide into n_head 5 heads"),
         ("--pos rope --head-dim 3", "needs an even head_dim"),
         ("--warmup-iters 120", "warmup_iters 120 is not shorter than max_iters 120"),
-        ("--block-size 100000", "100000"),
+        ("--block-size 100000", "a context of 100,000 tokens is longer than the training data"),
         ("--micro-batch-size 3", "batch_size 8 does not divide among one process of micro_batch_size 3"),
         ("--vocab-size 5", "--vocab-size"),
         ("--dataset nowhere", "nowhere"),

@@ -43,7 +43,7 @@ from tools.interchange import (
     their_config,
     their_weights,
 )
-from tools.vocabulary import FILES, recognize, tokenizer_files
+from tools.vocabulary import FILES, SIZES, recognize, tokenizer_files
 from training.checkpoint import (
     CheckpointError,
     check_weights,
@@ -137,9 +137,7 @@ def from_hf(options: FromHf) -> None:
 def from_nanogpt(options: FromNanogpt) -> None:
     theirs, weights = read_nanogpt(Path(options.source))
     config, weights = into_ours(NANOGPT, theirs, weights)
-    tokenizer = {"name": options.tokenizer} if options.tokenizer != "none" else None
-    if options.corpus:
-        tokenizer = char_tokenizer(Path(options.corpus), config.vocab_size)
+    tokenizer = named_tokenizer(options, config.vocab_size)
     with written(options, Path(options.source)) as out:
         save(out, config, weights, tokenizer)
     print(f"{options.out}: a nanoGPT model, {summary(config)}")
@@ -151,8 +149,7 @@ def to_hf(options: ToHf) -> None:
     family = family_for(model.config)
     theirs = their_config(family, model.config)
     weights = their_weights(family, model.config, model_weights(model))
-    files, note = vocabulary_files(meta, model.config.block_size)
-    separator = load_tokenizer(meta).separator if files else None
+    files, separator, note = vocabulary_files(meta, model.config.block_size)
     theirs |= {"bos_token_id": separator, "eos_token_id": separator, "pad_token_id": None}
     with written(options, path) as out:
         (out / "config.json").write_text(json.dumps(theirs, indent=2) + "\n", encoding="utf-8")
@@ -192,25 +189,34 @@ def save(out: Path, config: ModelConfig, weights: Weights, tokenizer: dict | Non
     save_model(out, weights, {"model": dataclasses.asdict(config), "tokenizer": tokenizer})
 
 
-def vocabulary_files(meta: dict | None, block_size: int) -> tuple[dict[str, str], str]:
-    """(tokenizer files by name, a sentence about them); none where the tokenizer cannot be had or written."""
+def vocabulary_files(meta: dict | None, block_size: int) -> tuple[dict[str, str], int | None, str]:
+    """(tokenizer files by name, the separator's id, a sentence); no files where they cannot be had or written."""
     try:
-        return tokenizer_files(load_tokenizer(meta), block_size), f"with the tokenizer {meta['name']}"
+        tokenizer = load_tokenizer(meta)
+        files = tokenizer_files(tokenizer, block_size)
     except DataError as e:
-        return {}, f"no tokenizer files: {e}"
+        return {}, None, f"no tokenizer files: {e}"
+    return files, tokenizer.separator, f"with the tokenizer {tokenizer.name}"
 
 
-def char_tokenizer(corpus: Path, vocab_size: int) -> dict[str, Any]:
-    """nanoGPT's character vocabulary is that of its corpus, sorted."""
-    try:
-        tokenizer = CharTokenizer(corpus.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as e:
-        raise ConfigError(f"{corpus} cannot be read: {e}") from None
-    if tokenizer.vocab_size != vocab_size:
-        raise ConfigError(
-            f"{corpus} has {tokenizer.vocab_size} different characters, but the model's vocabulary has {vocab_size}"
-        )
-    return tokenizer.meta
+def named_tokenizer(options: FromNanogpt, vocab_size: int) -> dict[str, Any] | None:
+    """The meta of the tokenizer that the flags name. nanoGPT's characters are those of its corpus, sorted.
+
+    Raises ConfigError where it has ids that the model does not know; a vocabulary may be padded, as GPT-2's often is.
+    """
+    if options.tokenizer == "none":
+        return None
+    if options.tokenizer != "char":
+        meta, size, name = {"name": options.tokenizer}, SIZES[options.tokenizer], options.tokenizer
+    else:
+        try:
+            tokenizer = CharTokenizer(Path(options.corpus).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as e:
+            raise ConfigError(f"{options.corpus} cannot be read: {e}") from None
+        meta, size, name = tokenizer.meta, tokenizer.vocab_size, options.corpus
+    if size > vocab_size or (options.tokenizer == "char" and size < vocab_size):
+        raise ConfigError(f"{name} has {size} different tokens, but the model's vocabulary has {vocab_size}")
+    return meta
 
 
 def local_folder(source: str) -> Path:

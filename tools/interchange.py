@@ -325,13 +325,15 @@ def resolved(config: ModelConfig) -> dict[str, Any]:
 def family_for(config: ModelConfig) -> Family:
     """The family that expresses a model of ours. Raises ConfigError that names what stands in the way."""
     found = {family.name: obstacles(family, config) for family in FAMILIES.values()}
-    name, what = min(found.items(), key=lambda item: len(item[1]))
-    if what:
-        reasons = " and ".join(f"{k} is {have} where {name} has {need}" for k, (have, need) in what.items())
-        raise ConfigError(
-            f"no family of transformers expresses this model: {name} comes nearest, but {reasons}"
-        )
-    return FAMILIES[name]
+    fewest = min(map(len, found.values()))
+    nearest = {name: what for name, what in found.items() if len(what) == fewest}
+    if fewest == 0:
+        return FAMILIES[next(iter(nearest))]
+    ways = [
+        f"{name} would if " + " and ".join(f"{k} were {need}, not {have}" for k, (have, need) in what.items())
+        for name, what in nearest.items()
+    ]
+    raise ConfigError(f"no family of transformers expresses this model; {'; '.join(ways)}")
 
 
 def their_config(family: Family, config: ModelConfig) -> dict[str, Any]:

@@ -19,7 +19,7 @@ FILES = (
     "merges.txt",
 )  # what a model's folder may hold
 GPT2 = ("gpt2", "r50k_base")  # tiktoken's two names of one vocabulary
-KNOWN_BY_SIZE = {257: {"name": "byte"}, 50257: {"name": "gpt2"}}
+SIZES = {"byte": 257, "gpt2": 50257}  # of the vocabularies that are known again
 
 
 def byte_characters() -> list[str]:
@@ -124,11 +124,13 @@ def recognize(folder: Path) -> tuple[dict | None, str]:
     theirs = their_vocabulary(folder)
     if theirs is None:
         return None, "it has no tokenizer file that lists a vocabulary"
-    meta = KNOWN_BY_SIZE.get(len(theirs))
-    if meta is None:
+    name = next((name for name, size in SIZES.items() if size == len(theirs)), None)
+    if name is None:
         return None, f"its vocabulary of {len(theirs)} tokens is none that this repository knows"
     try:
-        same = vocabulary(load_tokenizer(meta)) == theirs
+        same = vocabulary(load_tokenizer({"name": name})) == theirs
     except DataError as e:
-        return None, f"whether its vocabulary is {meta['name']}'s could not be checked: {e}"
-    return (meta, "") if same else (None, f"its vocabulary is as large as {meta['name']}'s, but another one")
+        return None, f"whether its vocabulary is {name}'s could not be checked: {e}"
+    return (
+        ({"name": name}, "") if same else (None, f"its vocabulary is as large as {name}'s, but another one")
+    )

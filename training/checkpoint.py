@@ -2,79 +2,137 @@
 
     out/RUN/checkpoints/step_00001000/
         model.safetensors   weights by name; the header carries the model's configuration and the tokenizer
-        trainer.pt          optimizer, loss scale, step, best loss, wandb id, configuration; plain containers
+        trainer.pt          optimizer, loss scale, progress, configuration; plain containers and tensors
         manifest.json       step, validation loss and the checksum of each file
     out/RUN/checkpoints/latest, best   links for people; the program itself reads the manifests
 
-A checkpoint is written under a temporary name, synced, and renamed, so one that has its name is whole.
+A checkpoint is written under a temporary name, synced, and renamed, so one that has its name is whole. Names
+that begin with a dot are unfinished work (`.writing_*`, `.deleting_*`), which the next start clears away.
 """
 
 import contextlib
 import hashlib
 import json
+import math
 import os
 import shutil
-from dataclasses import asdict, dataclass
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from pydantic import ValidationError
+from pydantic import ConfigDict, ValidationError
+from pydantic.dataclasses import dataclass
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
 from model import GPT, ModelConfig
 
 FORMAT = 1
+FILES = ("model.safetensors", "trainer.pt")
 
 
 class CheckpointError(ValueError):
     """A checkpoint that is missing, damaged or of another model, in one sentence."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=ConfigDict(strict=True))
 class Checkpoint:
-    """A checkpoint on disk whose manifest is whole."""
+    """A checkpoint on disk whose manifest is whole. val_loss: None where this step was not evaluated."""
 
     path: Path
     step: int
-    val_loss: float
+    val_loss: float | None
     sha256: dict[str, str]
 
 
-def save(run_dir: Path, weights: dict, about: dict, trainer: dict, val_loss: float, keep: int) -> Path:
-    """Writes the checkpoint of step `trainer["step"]` and deletes all but the best and the newest `keep`.
+@dataclass
+class Progress:
+    """How far a run is. val_loss is of step val_step, the last that was evaluated."""
 
-    weights: tensors by name. about: {"model": ..., "tokenizer": ...}, JSON. Raises OSError, and leaves what was
-    there as it was, when the disk fails.
+    step: int = 0
+    val_loss: float = math.inf
+    val_step: int = -1
+    best_loss: float = math.inf
+    wandb_id: str | None = None
+
+    def evaluated(self, loss: float) -> bool:
+        """Notes the validation loss of this step; whether it is the best so far."""
+        self.val_loss, self.val_step = loss, self.step
+        improved = loss < self.best_loss
+        self.best_loss = min(self.best_loss, loss)
+        return improved
+
+
+PLAIN = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+
+
+@dataclass(config=PLAIN)
+class TrainerState:
+    """What trainer.pt holds, in plain containers that `torch.load(weights_only=True)` accepts."""
+
+    progress: Progress
+    scaler: tuple[float, int]
+    """The scale of the loss, and the steps since it last changed."""
+    optimizer: dict[str, dict[str, Tensor]]
+    """By parameter, then by moment."""
+    config: dict[str, dict[str, bool | int | float | str | None]]
+    data: str
+    """Fingerprint of the data."""
+
+
+State = TypeVar("State", bound=TrainerState)
+
+
+def warn(message: str) -> None:
+    print(message, file=sys.stderr)
+
+
+def save(
+    run_dir: Path,
+    weights: dict[str, Tensor],
+    about: dict[str, Any],
+    state: TrainerState,
+    val_loss: float | None,
+    keep: int,
+) -> Path:
+    """Writes the checkpoint of step `state.progress.step`; deletes all but the best and the newest `keep`.
+
+    weights: tensors by name. about: {"model": ..., "tokenizer": ...}, JSON. val_loss: of exactly this step, or
+    None. Raises OSError when the disk fails, and leaves what was there as it was.
     """
     folder = run_dir / "checkpoints"
-    folder.mkdir(exist_ok=True)
-    final = folder / f"step_{trainer['step']:08d}"
+    final = folder / f"step_{state.progress.step:08d}"
     temporary = folder / f".writing_{final.name}"
-    shutil.rmtree(temporary, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
     try:
-        write(temporary, weights, about, trainer, val_loss)
-        shutil.rmtree(final, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
+        write(temporary, weights, about, state, val_loss)
+        remove(final)  # a damaged one: a run never comes twice to a step whose checkpoint is whole
         os.replace(temporary, final)
         sync(folder)
-    except BaseException:
+    finally:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise
     tidy(folder, keep)
     return final
 
 
-def write(path: Path, weights: dict, about: dict, trainer: dict, val_loss: float) -> None:
+def write(path: Path, weights: dict, about: dict, state: TrainerState, val_loss: float | None) -> None:
     path.mkdir()
-    save_model(path, weights, about)
-    torch.save(trainer, path / "trainer.pt")
-    body = {"format": FORMAT, "step": trainer["step"], "val_loss": val_loss}
-    body["sha256"] = {name: digest(path / name) for name in ("model.safetensors", "trainer.pt")}
+    try:
+        save_model(path, weights, about)
+        torch.save(vars(state) | {"progress": asdict(state.progress)}, path / "trainer.pt")
+    except (SafetensorError, RuntimeError) as e:  # how the two libraries report a failed write
+        raise OSError(str(e).partition("\n")[0]) from None
+    body = {"format": FORMAT, "step": state.progress.step, "val_loss": val_loss}
+    body["sha256"] = {name: digest(path / name) for name in FILES}
     manifest = {"body": body, "sha256": digest_of(body)}
     (path / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-    for file in path.iterdir():
-        sync(file)
+    for name in (*FILES, "manifest.json"):
+        sync(path / name)
     sync(path)
 
 
@@ -86,7 +144,7 @@ def save_model(path: Path, weights: dict, about: dict) -> None:
     )
 
 
-def model_weights(model: GPT) -> dict[str, torch.Tensor]:
+def model_weights(model: GPT) -> dict[str, Tensor]:
     """What a checkpoint holds, by name: the parameters, a tied one once, and BatchNorm's running statistics."""
     saved = model.state_dict().keys()
     buffers = {name: b for name, b in model.named_buffers() if name in saved}
@@ -112,26 +170,58 @@ def digest_of(body: dict) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
-def tidy(folder: Path, keep: int) -> None:
-    """Deletes what neither `best` nor the newest `keep` need, and points the two links."""
+def remove(path: Path) -> None:
+    """Deletes a checkpoint: first its name, so that a kill in between leaves no half of one under it."""
+    doomed = path.with_name(f".deleting_{path.name}")
+    with contextlib.suppress(OSError):
+        os.replace(path, doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def listed(folder: Path) -> list[Checkpoint]:
+    """The checkpoints whose manifests are whole, oldest first."""
     found = [c for c in map(read_manifest, folder.glob("step_*")) if isinstance(c, Checkpoint)]
-    found.sort(key=lambda c: c.step)
-    best = min(found, key=lambda c: (c.val_loss, -c.step))
+    return sorted(found, key=lambda c: c.step)
+
+
+def by_loss(found: list[Checkpoint]) -> list[Checkpoint]:
+    """Those that were evaluated, the best first, and of two equals the newer one."""
+    return sorted((c for c in found if c.val_loss is not None), key=lambda c: (c.val_loss, -c.step))
+
+
+def tidy(folder: Path, keep: int) -> None:
+    """Deletes what is neither the best nor among the newest `keep`, and points the two links."""
+    found = listed(folder)
+    best = by_loss(found)[:1]
     for old in found[:-keep]:
-        if old is not best:
-            shutil.rmtree(old.path, ignore_errors=True)
-    for name, target in (("latest", found[-1]), ("best", best)):
-        with contextlib.suppress(OSError):  # a file system without links
-            link = folder / f".{name}"
-            link.unlink(missing_ok=True)
-            link.symlink_to(target.path.name)
-            os.replace(link, folder / name)
+        if old not in best:
+            remove(old.path)
+    for name, targets in (("latest", found[-1:]), ("best", best)):
+        for target in targets:
+            with contextlib.suppress(OSError):  # a file system without links
+                link = folder / f".{name}"
+                link.unlink(missing_ok=True)
+                link.symlink_to(target.path.name)
+                os.replace(link, folder / name)
 
 
 def clean(run_dir: Path) -> None:
-    """Removes what a killed save left behind."""
-    for stale in (run_dir / "checkpoints").glob(".writing_*"):
-        shutil.rmtree(stale, ignore_errors=True)
+    """Removes what a killed save or deletion left behind."""
+    for pattern in (".writing_*", ".deleting_*"):
+        for stale in (run_dir / "checkpoints").glob(pattern):
+            shutil.rmtree(stale, ignore_errors=True)
+
+
+def set_aside(run_dir: Path, step: int) -> None:
+    """Renames the checkpoints after `step`, from which the run goes on because they are damaged.
+
+    Under their names they would count among the newest that are kept, and push out whole ones.
+    """
+    for path in (run_dir / "checkpoints").glob("step_*"):
+        if path.name > f"step_{step:08d}":
+            aside = path.with_name(f"damaged_{path.name}")
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
 
 
 def read_manifest(path: Path) -> Checkpoint | str:
@@ -146,7 +236,7 @@ def read_manifest(path: Path) -> Checkpoint | str:
         return Checkpoint(path, body["step"], body["val_loss"], body["sha256"])
     except FileNotFoundError:
         return f"{path} has no manifest.json"
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return f"{path}/manifest.json is damaged"
 
 
@@ -155,65 +245,78 @@ def check(path: Path) -> Checkpoint | str:
     found = read_manifest(path)
     if isinstance(found, str):
         return found
-    for name, expected in found.sha256.items():
+    for name in FILES:
+        file = path / name
+        if not file.is_file():
+            return f"{file} is missing"
         try:
-            if digest(path / name) != expected:
-                return f"{path / name} does not match its checksum"
+            if digest(file) != found.sha256.get(name):
+                return f"{file} does not match its checksum"
         except OSError as e:
-            return f"{path / name} cannot be read ({e.strerror})"
+            return f"{file} cannot be read ({e.strerror})"
     return found
 
 
-def newest(run_dir: Path, tell=print) -> Checkpoint:
+def newest(run_dir: Path, tell: Callable[[str], None] = warn) -> Checkpoint:
     """The newest whole checkpoint of a run; every damaged one that was passed over is told."""
     return select(run_dir, sorted((run_dir / "checkpoints").glob("step_*"), reverse=True), tell)
 
 
-def best(run_dir: Path, tell=print) -> Checkpoint:
+def best(run_dir: Path, tell: Callable[[str], None] = warn) -> Checkpoint:
     """The whole checkpoint with the lowest validation loss."""
-    found = [
-        c for c in map(read_manifest, (run_dir / "checkpoints").glob("step_*")) if isinstance(c, Checkpoint)
-    ]
-    return select(run_dir, [c.path for c in sorted(found, key=lambda c: (c.val_loss, -c.step))], tell)
+    return select(run_dir, [c.path for c in by_loss(listed(run_dir / "checkpoints"))], tell)
 
 
-def select(run_dir: Path, paths: list[Path], tell) -> Checkpoint:
+def select(run_dir: Path, paths: list[Path], tell: Callable[[str], None]) -> Checkpoint:
+    damage = []
     for path in paths:
         found = check(path)
         if isinstance(found, Checkpoint):
+            for problem in damage:
+                tell(f"passing over a damaged checkpoint: {problem}")
             return found
-        tell(f"skipping a damaged checkpoint: {found}")
-    raise CheckpointError(f"{run_dir} holds no whole checkpoint")
+        damage.append(found)
+    raise CheckpointError(f"{run_dir} holds no whole checkpoint" + "".join(f"; {d}" for d in damage))
 
 
-def load_trainer(checkpoint: Checkpoint) -> dict[str, Any]:
-    """trainer.pt, with nothing unpickled but tensors and plain containers."""
+def load_trainer(checkpoint: Checkpoint, kind: type[State] = TrainerState) -> State:
+    """trainer.pt, with nothing unpickled but tensors and plain containers. Raises CheckpointError."""
+    file = checkpoint.path / "trainer.pt"
     try:
-        state = torch.load(checkpoint.path / "trainer.pt", map_location="cpu", weights_only=True)
-        if state["step"] != checkpoint.step:
-            raise CheckpointError(f"{checkpoint.path}/trainer.pt is of step {state['step']}")
-        return state
-    except CheckpointError:
-        raise
+        state = kind(**torch.load(file, map_location="cpu", weights_only=True))
+    except ValidationError as e:
+        raise CheckpointError(
+            f"{file} is not what nanonorm saves: {e.errors()[0]['loc'][0]} is wrong"
+        ) from None
     except Exception as e:  # torch.load raises nearly anything on a damaged file
-        raise CheckpointError(f"{checkpoint.path}/trainer.pt is refused: {type(e).__name__}") from None
+        raise CheckpointError(
+            f"{file} is refused, as it holds more than tensors ({type(e).__name__})"
+        ) from None
+    if state.progress.step != checkpoint.step:
+        raise CheckpointError(f"{file} is of another step than the manifest beside it")
+    return state
 
 
-def read_model(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """(weights by name, what the header says about model and tokenizer) of `path/model.safetensors`."""
+def read_model(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """(weights by name, {"model": ..., "tokenizer": ...} from the header) of `path/model.safetensors`.
+
+    Raises CheckpointError.
+    """
     file = path / "model.safetensors"
     try:
         with safe_open(file, "pt") as f:
-            about = json.loads((f.metadata() or {})["nanonorm"])
-            return {name: f.get_tensor(name) for name in f.keys()}, about  # noqa: SIM118
+            header = (f.metadata() or {}).get("nanonorm")
+            weights = {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118
+        about = header and json.loads(header)
     except FileNotFoundError:
         raise CheckpointError(f"{path} holds no checkpoint: there is no {file}") from None
-    except KeyError:
-        raise CheckpointError(
-            f"{file} was not written by nanonorm; `python -m tools.convert` reads others"
-        ) from None
-    except (SafetensorError, OSError, ValueError) as e:
-        raise CheckpointError(f"{file} is damaged: {e}") from None
+    except (SafetensorError, OSError, ValueError, RecursionError) as e:
+        raise CheckpointError(f"{file} is damaged: {str(e).partition(chr(10))[0]}") from None
+    if about is None:
+        raise CheckpointError(f"{file} was not written by nanonorm; `python -m tools.convert` reads others")
+    if not (isinstance(about, dict) and isinstance(about.get("model"), dict) and "tokenizer" in about):
+        raise CheckpointError(f"{file} does not say which model and tokenizer it holds")
+    return weights, about
 
 
 def find(directory: str | Path, which: str = "latest") -> Path:
@@ -237,20 +340,32 @@ def load_model(directory: str | Path, which: str = "latest") -> GPT:
     """
     path = find(directory, which)
     weights, about = read_model(path)
-    try:
-        config = ModelConfig(**about["model"])
-    except (KeyError, TypeError, ValidationError):
-        raise CheckpointError(f"{path}/model.safetensors does not say which model it holds") from None
-    with torch.device("meta"):
-        check_weights(GPT(config), weights, path)  # before anything of a stranger's size is allocated
-    model = GPT(config)
+    check_weights(sketch(about["model"], weights, path), weights, path)
+    model = GPT(ModelConfig(**about["model"]))
     with torch.no_grad():
         for name, own in model_weights(model).items():
             own.copy_(weights[name])
     return model.eval()
 
 
-def check_weights(model: GPT, weights: dict[str, torch.Tensor], path: Path) -> None:
+def sketch(described: dict[str, Any], weights: dict[str, Tensor], path: Path) -> GPT:
+    """The model that a header describes, on the meta device, where a lie about its size costs nothing."""
+    problem = f"{path}/model.safetensors describes a model that cannot be built"
+    try:
+        config = ModelConfig(**described)
+    except (TypeError, ValidationError) as e:
+        reason = e.errors()[0]["msg"] if isinstance(e, ValidationError) else e
+        raise CheckpointError(f"{problem}: {reason}") from None
+    if not config.vocab_size or config.n_layer > len(weights):
+        raise CheckpointError(f"{problem} from its weights")
+    try:
+        with torch.device("meta"):
+            return GPT(config)
+    except (RuntimeError, OverflowError):
+        raise CheckpointError(f"{problem}: it is too large") from None
+
+
+def check_weights(model: GPT, weights: dict[str, Tensor], path: Path) -> None:
     """Raises CheckpointError that names the first weight that is missing, unknown or of another shape."""
     own = model_weights(model)
     for name in sorted(own.keys() | weights.keys()):
@@ -261,6 +376,10 @@ def check_weights(model: GPT, weights: dict[str, torch.Tensor], path: Path) -> N
         if own[name].shape != weights[name].shape:
             have, want = tuple(weights[name].shape), tuple(own[name].shape)
             raise CheckpointError(f"{path}: {name} has shape {have}, and this model wants {want}")
+        if own[name].is_floating_point() != weights[name].is_floating_point():
+            raise CheckpointError(
+                f"{path}: {name} holds {weights[name].dtype}, and weights are floating-point"
+            )
 
 
 def about(model: GPT, tokenizer: dict) -> dict[str, Any]:

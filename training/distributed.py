@@ -3,6 +3,7 @@
 import contextlib
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -48,14 +49,28 @@ def synchronized(module: nn.Module, model: GPT, last: bool):
     yield
 
 
-def whole(t: Tensor) -> Tensor:
-    """The full tensor on the CPU; under FSDP a collective that every process takes part in."""
-    return (t.full_tensor() if isinstance(t, DTensor) else t).detach().cpu()
+def whole(t: Tensor, keep: bool) -> Tensor:
+    """The full tensor on the CPU where `keep`; under FSDP a collective that every process takes part in.
+
+    Elsewhere something empty, so that one process, not each, holds the model a second time.
+    """
+    t = (t.full_tensor() if isinstance(t, DTensor) else t).detach()
+    return t.cpu() if keep else t.new_empty(0)
 
 
 @torch.no_grad()
-def assign(own: Tensor, value: Tensor) -> None:
-    """Copies a full tensor into `own`, of which this process may hold a shard."""
+def assign(own: Tensor, value: Tensor | None) -> None:
+    """Copies a full tensor, which only the first process need have, into `own`, perhaps a shard of it.
+
+    A collective where there are several processes.
+    """
     if isinstance(own, DTensor):
-        value = distribute_tensor(value.to(own.device), own.device_mesh, own.placements)
-    own.copy_(value)
+        full = torch.empty(own.shape, dtype=own.dtype, device=own.device)
+        if value is not None:
+            full.copy_(value)
+        own.copy_(distribute_tensor(full, own.device_mesh, own.placements))  # the first process's data counts
+        return
+    if value is not None:
+        own.copy_(value)
+    if dist.is_initialized():
+        dist.broadcast(own, 0)

@@ -11,8 +11,8 @@ import os
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
+import pydantic
 import torch
 from torch import Tensor
 
@@ -34,7 +34,17 @@ ADVICE = {
 
 
 class Diverged(RuntimeError):
-    """Training has stopped; the message is the report (empty but on the first process)."""
+    """Training has stopped; the message is the report."""
+
+
+@pydantic.dataclasses.dataclass(config=checkpoint.PLAIN)
+class FailedState(checkpoint.TrainerState):
+    """The state before a step that failed, and what `replay` needs besides."""
+
+    loss_limit: float
+    tokens: Tensor
+    targets: Tensor
+    healthy: dict[str, int | float]
 
 
 @dataclass(frozen=True)
@@ -67,36 +77,42 @@ class Guard:
         trainer = self.trainer
         index = int(trainer.failed_step)
         found = diagnose(trainer, index, self.healthy)
-        folder = self.run_dir / "diverged"
         text = report(found, index, self.healthy, trainer.config)
-        weights, state = trainer.state()
-        if not trainer.runtime.is_main:
-            raise Diverged
-        try:
-            self.save(folder, index, weights, state, text)
-            text += f"\n  saved    state, batch and this report; python train.py --replay {folder} repeats the step"
-        except OSError as e:
-            text += f"\n  saved    nothing, as {folder} cannot be written ({e.strerror})"
-        raise Diverged(text + f"\n{self.way_on()}")
+        state = trainer.state()
+        saved = trainer.runtime.on_main(lambda: self.save(index, *state, text))
+        trainer.runtime.refuse(Diverged(f"{text}\n{saved}\n{self.way_on()}"), EXIT_CODE)
 
-    def save(self, folder: Path, index: int, weights: dict, state: dict, text: str) -> None:
-        """A checkpoint of the state before the failed step, with its batch; whole or absent."""
-        trainer = self.trainer
+    def save(self, index: int, weights: dict, moments: dict, scaler: tuple[float, int], text: str) -> str:
+        """A checkpoint of the state before the failed step, with its batch; whole or absent. Returns what it did."""
+        trainer, folder = self.trainer, self.run_dir / "diverged"
         config = replace(trainer.config, "optim", micro_batch_size=trainer.micro_batch)
         tokens, targets = trainer.batches.batch(index, range(config.optim.batch_size))
-        state |= {"step": index, "config": asdict(config), "loss_limit": trainer.loss_limit.item()}
-        state |= {"tokens": tokens, "targets": targets, "healthy": self.healthy}
+        state = FailedState(
+            progress=checkpoint.Progress(step=index),
+            scaler=scaler,
+            optimizer=moments,
+            config=asdict(config),
+            data=self.dataset.fingerprint,
+            loss_limit=trainer.loss_limit.item(),
+            tokens=tokens,
+            targets=targets,
+            healthy=self.healthy,
+        )
         about = checkpoint.about(trainer.model, self.dataset.meta.get("tokenizer"))
         temporary = folder.with_name(".diverged")
         shutil.rmtree(temporary, ignore_errors=True)
-        checkpoint.write(temporary, weights, about, state, math.inf)
-        (temporary / "config.toml").write_text(to_toml(config), encoding="utf-8")
-        (temporary / "report.txt").write_text(text + "\n", encoding="utf-8")
-        shutil.rmtree(folder, ignore_errors=True)
-        os.replace(temporary, folder)
+        try:
+            checkpoint.write(temporary, weights, about, state, None)
+            (temporary / "config.toml").write_text(to_toml(config), encoding="utf-8")
+            (temporary / "report.txt").write_text(text + "\n", encoding="utf-8")
+            shutil.rmtree(folder, ignore_errors=True)
+            os.replace(temporary, folder)
+        except OSError as e:
+            return f"  saved    nothing, as {folder} cannot be written ({e.strerror or e})"
+        return f"  saved    state, batch and this report; python train.py --replay {folder} repeats the step"
 
     def way_on(self) -> str:
-        if not any((self.run_dir / "checkpoints").glob("step_*")):
+        if not any(found.step for found in checkpoint.listed(self.run_dir / "checkpoints")):
             return "  then     there is no checkpoint yet; start again with one of these changes"
         return (
             f"  then     the checkpoints are untouched; --resume would meet the same step again, so start a new "
@@ -120,7 +136,6 @@ def diagnose(trainer: Trainer, index: int, healthy: dict[str, float]) -> Diagnos
         },
         index,
     )
-    weights = trainer.norms.squares([p.detach() for p in trainer.norms.params])
     limit = trainer.loss_limit.item()
     loss = row["train/loss"]
     if not math.isfinite(loss):
@@ -133,7 +148,7 @@ def diagnose(trainer: Trainer, index: int, healthy: dict[str, float]) -> Diagnos
     else:
         return None
     place, where = (
-        broken_weight(trainer, weights)
+        broken_weight(trainer)
         or broken_stream(trainer, residual_rms)
         or broken_gradient(trainer, squares)
         or largest_growth(row, healthy)
@@ -141,9 +156,9 @@ def diagnose(trainer: Trainer, index: int, healthy: dict[str, float]) -> Diagnos
     return Diagnosis(cause, place, where)
 
 
-def broken_weight(trainer: Trainer, squares: Tensor) -> tuple[str, str] | None:
+def broken_weight(trainer: Trainer) -> tuple[str, str] | None:
     """The lowest parameter that is not finite itself."""
-    bad = broken_parameters(trainer, squares)
+    bad = broken_parameters(trainer, trainer.norms.finite())
     if not bad:
         return None
     depth, name = bad[0]
@@ -164,7 +179,7 @@ def broken_stream(trainer: Trainer, residual_rms: Tensor) -> tuple[str, str] | N
 
 def broken_gradient(trainer: Trainer, squares: Tensor) -> tuple[str, str] | None:
     """The highest parameter whose gradient is not finite: backward passes it first."""
-    bad = broken_parameters(trainer, squares)
+    bad = broken_parameters(trainer, squares.isfinite())
     if not bad:
         return None
     depth, name = bad[-1]
@@ -186,10 +201,9 @@ def largest_growth(row: dict[str, float], healthy: dict[str, float]) -> tuple[st
     return place, f"everything is finite; {tables[table]} at {place} has grown most, {factor:.3g} times"
 
 
-def broken_parameters(trainer: Trainer, squares: Tensor) -> list[tuple[int, str]]:
-    """(index into `places`, name) of the parameters whose squared norm is not finite, bottom to top."""
-    finite = squares.isfinite().tolist()
-    names = [name for name, good in zip(trainer.norms.names, finite, strict=True) if not good]
+def broken_parameters(trainer: Trainer, finite: Tensor) -> list[tuple[int, str]]:
+    """(index into `places`, name) of the parameters that are not `finite`, a bool for each, bottom to top."""
+    names = [name for name, good in zip(trainer.norms.names, finite.tolist(), strict=True) if not good]
     return sorted((depth_of(name, trainer.config.model.n_layer), name) for name in names)
 
 
@@ -257,21 +271,23 @@ class Replay(Trainer):
 def replay(config: Config, runtime: Runtime) -> None:
     """Repeats the failed step of `config.start.replay`; raises Diverged with the report if it fails again."""
     path = Path(config.start.replay)
-    weights, _ = checkpoint.read_model(path)
     found = checkpoint.check(path)
     if isinstance(found, str):
         raise checkpoint.CheckpointError(found)
-    state: dict[str, Any] = checkpoint.load_trainer(found)
-    if "tokens" not in state:
+    if not (path / "report.txt").exists():
         raise checkpoint.CheckpointError(f"{path} is a checkpoint, not the diverged folder of a run")
+    weights, _ = checkpoint.read_model(path)
+    state = checkpoint.load_trainer(found, FailedState)
     torch.manual_seed(config.run.seed)
-    trainer = Replay(config, runtime, SavedBatch(state["tokens"], state["targets"]))
-    trainer.load_weights(weights, path)
-    trainer.load_state(state)
-    trainer.loss_limit.fill_(state["loss_limit"])
-    step, healthy = state["step"], state["healthy"]
+    trainer = Replay(config, runtime, SavedBatch(state.tokens, state.targets))
+    checkpoint.check_weights(trainer.model, weights, path)
+    trainer.check_state(state.optimizer, path)
+    trainer.load_weights(weights)
+    trainer.load_state(state.optimizer, state.scaler)
+    trainer.loss_limit.fill_(state.loss_limit)
+    step, healthy = state.progress.step, state.healthy
     diagnosis = diagnose(trainer, step, healthy)
     if diagnosis:
-        raise Diverged(report(diagnosis, step, healthy, config) if runtime.is_main else "")
+        runtime.refuse(Diverged(report(diagnosis, step, healthy, config)), EXIT_CODE)
     if runtime.is_main:
         print(f"step {step + 1} does not fail here: other kernels, another dtype or device than in the run")

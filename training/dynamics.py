@@ -82,6 +82,12 @@ class PartNorms:
         squares = torch.stack([n.float() for n in norms]).square()
         return self.runtime.sum(squares) if self.sharded else squares
 
+    @torch.no_grad()
+    def finite(self) -> Tensor:
+        """Whether every number of a parameter is finite, for each; bool [number of parameters]."""
+        bad = torch.stack([(~local(p).isfinite()).sum() for p in self.params])
+        return (self.runtime.sum(bad) if self.sharded else bad) == 0
+
     def by_part(self, squares: Tensor) -> Tensor:
         """L2 norms of the parts in the order of `part_names`."""
         return torch.zeros(len(self.parts), device=squares.device).index_add_(0, self.index, squares).sqrt()

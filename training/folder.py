@@ -1,69 +1,135 @@
 """A run's folder: what it holds, who may take it, and whether a resumed run is still the same run."""
 
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import os
 import shutil
+import socket
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from configs import Config, ConfigError, to_toml
+from configs import SECTIONS, Config, ConfigError, RunConfig, StartConfig, to_toml
 from training import checkpoint
 from training.tracker import cut_after
 
 MAY_CHANGE = {  # on resume; everything else decides what the run computes
-    "optim": {"max_iters", "micro_batch_size"},
     "model": {"kernel"},
-    "run": {
-        *("out_dir", "run_name", "device", "compile", "parallel", "log_interval", "eval_interval"),
-        *("eval_tokens", "checkpoint_interval", "wandb", "wandb_project", "probe_interval", "max_loss_rise"),
-    },
+    "data": {"dataset"},  # where it lies: the fingerprint says whether it is the same data
+    "optim": {"max_iters", "micro_batch_size"},
+    "run": {f.name for f in dataclasses.fields(RunConfig)} - {"seed"},
 }
+UNFINISHED = {"checkpoints", ".config.toml", ".launch"}  # what a start leaves that is killed too early
 
 
-def choose(config: Config) -> Path:
-    """The run's folder. Raises ConfigError if it holds something and no flag says what to do with it."""
-    run_dir = Path(config.run.out_dir) / config.run.run_name
-    if run_dir.exists() and not run_dir.is_dir():
-        raise ConfigError(
-            f"{run_dir} is a file, and the run needs a folder of that name; pass another --run-name"
-        )
-    is_run = (run_dir / "config.toml").exists()
-    if config.start.resume:
-        if not is_run:
-            raise ConfigError(f"--resume: {run_dir} holds no run")
-    elif run_dir.exists() and any(run_dir.iterdir()):
-        if not is_run:
-            raise ConfigError(f"{run_dir} holds files that are not a run's; pass another --run-name")
-        if not config.start.overwrite:
+class RunFolder:
+    """OUT/RUN. It holds a run as soon as config.toml is there, and that run then has a checkpoint."""
+
+    def __init__(self, config: Config):
+        self.path = Path(config.run.out_dir) / config.run.run_name
+        self.lock: int | None = None
+
+    def choose(self, start: StartConfig) -> bool:
+        """Whether to resume. Raises ConfigError if the folder holds something that no flag says what to do with."""
+        path, is_run = self.path, (self.path / "config.toml").exists()
+        if path.exists() and not path.is_dir():
             raise ConfigError(
-                f"{run_dir} already holds a run; pass --resume, --overwrite or another --run-name"
+                f"{path} is a file, and the run needs a folder of that name; pass another --run-name"
             )
-    return run_dir
+        if start.resume and not is_run:
+            raise ConfigError(f"--resume: {path} holds no run")
+        if is_run:
+            if not (start.resume or start.overwrite or self.restarted()):
+                raise ConfigError(
+                    f"{path} already holds a run; pass --resume, --overwrite or another --run-name"
+                )
+            self.take()
+        elif path.exists() and any(p.name not in UNFINISHED for p in path.iterdir()):
+            raise ConfigError(f"{path} holds files that are not a run's; pass another --run-name")
+        return is_run and (start.resume or self.restarted())
+
+    def restarted(self) -> bool:
+        """Whether `torchrun --max-restarts` has started this very run before, which then goes on by itself."""
+        try:
+            before = (self.path / ".launch").read_text(encoding="utf-8")
+        except OSError:
+            return False
+        return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0 and before == launch()
+
+    def take(self) -> None:
+        """Locks the folder until `release`, or until the process ends in whatever way."""
+        if self.lock is not None:
+            return
+        self.lock = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as e:
+            if e.errno == errno.EWOULDBLOCK:  # others: a file system without locks
+                raise ConfigError(f"{self.path} is being trained by another process") from None
+
+    def release(self) -> None:
+        if self.lock is not None:
+            os.close(self.lock)
+            self.lock = None
+
+    def prepare(self, resuming: bool, step: int) -> None:
+        """Takes the folder for training from `step` on; only now does --overwrite delete anything."""
+        with writing(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            self.take()
+            if resuming:
+                checkpoint.clean(self.path)
+                checkpoint.set_aside(self.path, step)
+                cut_after(self.path / "metrics.jsonl", step or -1)  # the loop writes step 0's row itself
+            else:
+                self.empty()
+            (self.path / ".launch").write_text(launch(), encoding="utf-8")
+
+    def empty(self) -> None:
+        (self.path / "config.toml").unlink(missing_ok=True)  # first: half a run is none
+        for entry in self.path.iterdir():
+            shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+
+    def describe(self, config: Config) -> None:
+        """Writes config.toml."""
+        with writing(self.path):
+            temporary = self.path / ".config.toml"
+            temporary.write_text(to_toml(config), encoding="utf-8")
+            checkpoint.sync(temporary)
+            temporary.replace(self.path / "config.toml")
+            checkpoint.sync(self.path)
+
+    def sync_metrics(self) -> None:
+        """The rows up to a checkpoint are on the disk before it is: a resumed run does not write them again."""
+        with contextlib.suppress(FileNotFoundError):
+            checkpoint.sync(self.path / "metrics.jsonl")
 
 
-def claim(run_dir: Path, config: Config, step: int) -> None:
-    """Makes the folder ready for training from `step` on; only now does --overwrite delete anything."""
+def launch() -> str:
+    """Names the torchrun that has started this process; it survives its restarts."""
+    return f"{socket.gethostname()}:{os.getppid()}"
+
+
+@contextlib.contextmanager
+def writing(path: Path):
     try:
-        if config.start.overwrite and run_dir.exists():
-            shutil.rmtree(run_dir)
-        (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
-        checkpoint.clean(run_dir)
-        cut_after(run_dir / "metrics.jsonl", step)
-        temporary = run_dir / ".config.toml"
-        temporary.write_text(to_toml(config), encoding="utf-8")
-        temporary.replace(run_dir / "config.toml")
+        yield
     except OSError as e:
-        raise ConfigError(f"{run_dir} cannot be written: {e.strerror}") from None
+        raise ConfigError(f"{path} cannot be written: {e.strerror}") from None
 
 
 def check_same_run(config: Config, saved: dict[str, Any], tell) -> None:
     """Tells harmless changes of a resumed run's configuration and raises ConfigError for the others, by name."""
     refused = []
     for section, fields in asdict(config).items():
+        defaults = asdict(SECTIONS[section]())  # a field that the run's version did not have yet
         for name, value in fields.items():
-            before = saved.get(section, {}).get(name)
+            before = saved.get(section, {}).get(name, defaults[name])
             if section == "start" or value == before:
                 continue
-            if name in MAY_CHANGE.get(section, ()):
+            if name in MAY_CHANGE[section]:
                 tell(f"{name} was {before} and is {value} from here on")
             else:
                 refused.append(f"{name} was {before} and is now {value}")

@@ -1,60 +1,121 @@
 """What makes a run go on: how far it is, and the checkpoints that say so."""
 
-import math
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
+import time
+from dataclasses import asdict
 
 from configs import ConfigError
 from data import Dataset
-from training import checkpoint, folder
+from training import checkpoint
+from training.checkpoint import Progress, TrainerState
+from training.folder import RunFolder, check_same_run
 from training.trainer import Trainer
-
-KEPT = 2  # newest checkpoints kept beside the best
-
-
-@dataclass
-class Progress:
-    """How far a run is; what a checkpoint holds beside tensors."""
-
-    step: int = 0
-    best_loss: float = math.inf
-    val_loss: float = math.inf
-    wandb_id: str | None = None
 
 
 class Keeper:
-    """Restores and saves a run; all processes gather and load, the first one writes."""
+    """Restores and saves a run; the first process alone reads and writes, and all exchange what they hold.
 
-    def __init__(self, trainer: Trainer, dataset: Dataset, run_dir: Path, tell):
-        self.trainer, self.dataset, self.run_dir, self.tell = trainer, dataset, run_dir, tell
-        self.progress = Progress()
+    intact: whether the last checkpoint could be written, on the first process.
+    """
 
-    def begin(self) -> None:
-        """Loads what the run starts from: its own newest checkpoint, other weights, or nothing."""
-        start = self.trainer.config.start
-        if start.init_from:
-            path = checkpoint.find(start.init_from)
-            weights, _ = checkpoint.read_model(path)
-            self.trainer.load_weights(weights, path)
-            self.tell(f"weights from {path}")
-        if start.resume:
-            found = checkpoint.newest(self.run_dir, self.tell)
-            state = checkpoint.load_trainer(found)
-            folder.check_same_run(self.trainer.config, state["config"], self.tell)
-            if state["data"] != self.dataset.fingerprint:
-                raise ConfigError(
-                    f"--resume: {self.dataset.path} is not the data that this run has trained on"
-                )
-            self.trainer.load_weights(checkpoint.read_model(found.path)[0], found.path)
-            self.trainer.load_state(state)
-            self.progress = Progress(**{f.name: state[f.name] for f in fields(Progress)})
-            self.tell(f"resuming {self.run_dir} at step {self.progress.step}")
+    def __init__(self, trainer: Trainer, dataset: Dataset, folder: RunFolder, tell):
+        self.trainer, self.dataset, self.folder, self.tell = trainer, dataset, folder, tell
+        self.progress, self.intact = Progress(), True
+        self.last_step, self.last_time = -1, time.monotonic()
+
+    def begin(self, resuming: bool) -> None:
+        """Loads what the run starts from, and makes its folder ready. Raises ConfigError or CheckpointError.
+
+        A new run saves itself once before it trains, so that a disk that cannot take a checkpoint is told now.
+        """
+        on_main, config = self.trainer.runtime.on_main, self.trainer.config
+        self.load(resuming)
+        on_main(lambda: self.folder.prepare(resuming, self.progress.step))
+        if not resuming:
+            self.save()
+            on_main(self.require_intact)
+        on_main(lambda: self.folder.describe(config))
+
+    def load(self, resuming: bool) -> None:
+        weights, moments = {}, {}  # filled on the first process
+
+        def read() -> tuple[Progress, tuple[float, int] | None]:
+            if resuming:
+                state = self.read_own(weights)
+                moments.update(state.optimizer)
+                return state.progress, state.scaler
+            if self.trainer.config.start.init_from:
+                self.read_foreign(weights)
+            return Progress(), None
+
+        self.progress, scaler = self.trainer.runtime.on_main(read)
+        if resuming or self.trainer.config.start.init_from:
+            self.trainer.load_weights(weights)
+        if scaler:
+            self.trainer.load_state(moments, scaler)
+            self.last_step = self.progress.step
+
+    def read_own(self, weights: dict) -> TrainerState:
+        """This run's newest whole checkpoint."""
+        found = checkpoint.newest(self.folder.path, self.tell)
+        state = checkpoint.load_trainer(found)
+        if state.data != self.dataset.fingerprint:
+            raise ConfigError(f"--resume: {self.dataset.path} is not the data that this run has trained on")
+        check_same_run(self.trainer.config, state.config, self.tell)
+        weights.update(checkpoint.read_model(found.path)[0])
+        checkpoint.check_weights(self.trainer.model, weights, found.path)
+        self.trainer.check_state(state.optimizer, found.path)
+        self.tell(f"resuming {self.folder.path} at step {found.step}")
+        return state
+
+    def read_foreign(self, weights: dict) -> None:
+        """The weights, and nothing else, that --init-from names."""
+        path = checkpoint.find(self.trainer.config.start.init_from)
+        found, about = checkpoint.read_model(path)
+        checkpoint.check_weights(self.trainer.model, found, path)
+        theirs, ours = about["tokenizer"], self.dataset.meta.get("tokenizer")
+        if theirs and ours and theirs != ours:
+            raise ConfigError(
+                f"--init-from: {path} was trained on ids of another tokenizer than {self.dataset.path} holds"
+            )
+        for name, value in asdict(self.trainer.config.model).items():
+            if about["model"].get(name, value) != value:
+                self.tell(f"{name} was {about['model'][name]} in {path} and is {value} here")
+        weights.update(found)
+        self.tell(f"weights from {path}")
+
+    def overdue(self) -> bool:
+        """Whether checkpoint_minutes have passed since the last checkpoint."""
+        return time.monotonic() - self.last_time >= 60 * self.trainer.config.run.checkpoint_minutes > 0
 
     def save(self) -> None:
-        weights, state = self.trainer.state()
+        """A checkpoint of this step, unless it has one; a disk that fails is told, and training goes on."""
+        if self.last_step == self.progress.step:
+            return
+        weights, moments, scaler = self.trainer.state()
+        self.last_step, self.last_time = self.progress.step, time.monotonic()
         if not self.trainer.runtime.is_main:
             return
-        state |= asdict(self.progress) | {"config": asdict(self.trainer.config)}
-        state |= {"format": checkpoint.FORMAT, "data": self.dataset.fingerprint}
+        config, progress = self.trainer.config, self.progress
+        state = TrainerState(
+            progress=progress,
+            scaler=scaler,
+            optimizer=moments,
+            config=asdict(config),
+            data=self.dataset.fingerprint,
+        )
         about = checkpoint.about(self.trainer.model, self.dataset.meta.get("tokenizer"))
-        checkpoint.save(self.run_dir, weights, about, state, self.progress.val_loss, KEPT)
+        val_loss = progress.val_loss if progress.val_step == progress.step else None
+        try:
+            self.folder.sync_metrics()
+            checkpoint.save(self.folder.path, weights, about, state, val_loss, config.run.keep_checkpoints)
+            self.intact = True
+        except OSError as e:
+            self.intact, self.problem = False, e.strerror or str(e)
+            self.tell(
+                f"the checkpoint of step {progress.step} could not be written to {self.folder.path} "
+                f"({self.problem}); what was saved before is untouched, and the next interval tries again"
+            )
+
+    def require_intact(self) -> None:
+        if not self.intact:
+            raise ConfigError(f"{self.folder.path} cannot take a checkpoint: {self.problem}")

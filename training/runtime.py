@@ -2,30 +2,39 @@
 
 import os
 import shutil
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 
 import kernels
 from configs import Config, ConfigError, replace
+from data import DataError
+from training.checkpoint import CheckpointError
+
+T = TypeVar("T")
+USER_ERRORS = (ConfigError, DataError, CheckpointError)
+LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed")
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """One process's place: its device, its rank and the number of processes."""
+    """One process's place: its device, its rank and the number of processes.
+
+    control: the group in which the processes agree on things that live on the host.
+    """
 
     device: torch.device
     rank: int = 0
     world: int = 1
+    control: dist.ProcessGroup | None = None
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
-
-    def barrier(self) -> None:
-        if self.world > 1:
-            dist.barrier()
 
     def mean(self, value: torch.Tensor) -> torch.Tensor:
         """The mean over the processes, in place."""
@@ -43,6 +52,66 @@ class Runtime:
             return values
         return self.sum(torch.tensor(values, dtype=torch.float64, device=self.device)).tolist()
 
+    def any(self, *flags: bool) -> list[bool]:
+        """Each flag, or'ed over the processes: the same answer on all of them."""
+        votes = torch.tensor(flags, dtype=torch.int32)
+        if self.world > 1:
+            dist.all_reduce(votes, dist.ReduceOp.MAX, group=self.control)
+        return votes.bool().tolist()
+
+    def on_main(self, work: Callable[[], T]) -> T:
+        """What `work` returns on the first process, which alone runs it, on every process.
+
+        A user's error is raised on the first process, so that it is told once; the others leave quietly.
+        """
+        if self.world == 1:
+            return work()
+        result, error = None, None
+        if self.is_main:
+            try:
+                result = work()
+            except USER_ERRORS as e:
+                error = e
+        answer = [(error is None, result)]
+        dist.broadcast_object_list(answer, src=0, group=self.control)
+        if error:
+            raise error
+        fine, result = answer[0]
+        return result if fine else leave()
+
+    def refuse(self, error: Exception, exit_code: int) -> NoReturn:
+        """Raises on the first process an error that all have found; the others leave quietly, with its exit code."""
+        if self.is_main:
+            raise error
+        leave(exit_code)
+
+    def on_all(self, work: Callable[[], T]) -> T:
+        """What `work` returns here; a user's error on any process is raised on the first that has one, and
+        makes all leave."""
+        if self.world == 1:
+            return work()
+        result, error = None, None
+        try:
+            result = work()
+        except USER_ERRORS as e:
+            error = e
+        failed: list[bool] = [False] * self.world
+        dist.all_gather_object(failed, error is not None, group=self.control)
+        if error and not any(failed[: self.rank]):
+            raise error
+        return leave() if any(failed) else result
+
+
+def leave(exit_code: int = 2) -> NoReturn:
+    """Ends a process whose error another process tells: late, as torchrun ends all with the first that ends."""
+    time.sleep(10)
+    raise SystemExit(exit_code)
+
+
+def lost_peer(error: RuntimeError) -> bool:
+    """Whether a collective failed because another process is gone, which then has the reason."""
+    return isinstance(error, dist.DistBackendError) or any(sign in str(error) for sign in LOST_PEER)
+
 
 def start(config: Config) -> tuple[Config, Runtime]:
     """Joins the processes of torchrun, if any, and settles device, dtype and kernel. Raises ConfigError."""
@@ -50,10 +119,10 @@ def start(config: Config) -> tuple[Config, Runtime]:
     world = int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     if kind == "cuda":
-        if local_rank >= torch.cuda.device_count():
+        here, devices = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1)), torch.cuda.device_count()
+        if here > devices:
             raise ConfigError(
-                f"process {local_rank} of this machine has no CUDA device; "
-                f"start at most {torch.cuda.device_count()} processes here"
+                f"{here} processes share {devices} CUDA device(s); start at most {devices} here"
             )
         torch.cuda.set_device(local_rank)
     device = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
@@ -72,9 +141,22 @@ def start(config: Config) -> tuple[Config, Runtime]:
             "--compile needs a C++ compiler on the CPU, and none was found; install g++ or leave it out"
         )
     if world > 1:
-        dist.init_process_group("nccl" if kind == "cuda" else "gloo")
-        return config, Runtime(device, dist.get_rank(), world)
+        join("nccl" if kind == "cuda" else "gloo")
+        control = dist.new_group(backend="gloo") if kind == "cuda" else dist.group.WORLD
+        return config, Runtime(device, dist.get_rank(), world, control)
     return config, Runtime(device)
+
+
+def join(backend: str) -> None:
+    """Meets the other processes of the run.
+
+    torchrun on one machine keeps its store when it restarts the processes, and they would find in it the
+    addresses of the dead. On several machines the restarts are not counted alike, and tell nothing.
+    """
+    store, rank, world = next(dist.rendezvous("env://"))
+    if os.environ.get("GROUP_WORLD_SIZE") == "1":
+        store = dist.PrefixStore(f"restart_{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world)
 
 
 def stop() -> None:

@@ -1,6 +1,7 @@
 """Where the numbers go: one JSON object per step in metrics.jsonl, and the same to wandb."""
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -23,13 +24,20 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def cut_after(path: Path, step: int) -> None:
-    """Keeps the rows up to optimizer step `step`, so that a resumed run holds each step once."""
+    """Keeps the rows up to optimizer step `step`, so that a resumed run holds each step once.
+
+    What follows a damaged line, such as one that a power cut left half written, goes with it.
+    """
     if not path.exists():
         return
     keep = 0
     with path.open("rb") as lines:
         for line in lines:
-            if not line.endswith(b"\n") or json.loads(line)["iter"] > step:
+            try:
+                late = json.loads(line)["iter"] > step
+            except (ValueError, KeyError, TypeError):
+                break
+            if late or not line.endswith(b"\n"):
                 break
             keep += len(line)
     os.truncate(path, keep)
@@ -41,6 +49,7 @@ class Tracker:
     def __init__(self, run_dir: Path, config: Config, facts: dict[str, Any], wandb_id: str | None):
         self.path = run_dir / "metrics.jsonl"
         self.wandb_id, self.run = wandb_id, None
+        self.unwritten = b""
         if config.run.wandb != "disabled":
             with self.surviving_wandb():
                 self.start_wandb(run_dir, config, facts)
@@ -73,23 +82,39 @@ class Tracker:
             resume="allow" if self.wandb_id else None,
             dir=run_dir,
             mode=config.run.wandb,
-            config=asdict(config) | facts,
+            config={k: v for k, v in asdict(config).items() if k != "start"} | facts,
             settings=wandb.Settings(silent=True, console="off"),
         )
         self.wandb_id = self.run.id
-        self.run.define_metric("val/loss", summary="min")
+        for name in ("val/loss", "train/loss"):
+            self.run.define_metric(name, summary="min")
 
     def log(self, row: dict[str, Any]) -> None:
         """All numbers of one step; a number that is not finite is written as null."""
         row = {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in row.items()}
-        with self.path.open("a", encoding="utf-8") as f:
-            f.write(json.dumps(row, allow_nan=False) + "\n")
+        self.append(json.dumps(row, allow_nan=False).encode() + b"\n")
         if self.run:
             with self.surviving_wandb():
                 self.run.log({k: v for k, v in row.items() if k != "iter"}, step=row["iter"])
 
+    def append(self, line: bytes) -> None:
+        """Whole lines or nothing; what a failing disk does not take is told once and tried again with the next."""
+        told, self.unwritten = bool(self.unwritten), self.unwritten + line
+        try:
+            with self.path.open("ab", buffering=0) as f:
+                before = f.tell()
+                if f.write(self.unwritten) < len(self.unwritten):
+                    f.truncate(before)
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self.unwritten = b""
+        except OSError as e:
+            if not told:
+                print(f"{self.path} cannot be written ({e.strerror}); training goes on", file=sys.stderr)
+
     def close(self, exit_code: int) -> None:
         """Ends wandb's run; any exit code but 0 marks it as failed there."""
+        if self.unwritten:
+            self.append(b"")
         if self.run:
             with self.surviving_wandb():
                 self.run.finish(exit_code=exit_code)

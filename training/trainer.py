@@ -7,7 +7,6 @@ state to save: a run that resumes at step i is the run that never stopped.
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from configs import Config
 from data import EvalWindows, TrainBatches
 from data.dataset import Dataset
 from model import GPT
-from training.checkpoint import check_weights, model_weights
+from training.checkpoint import CheckpointError, model_weights
 from training.distributed import assign, pool_statistics, replicate, shard, synchronized, whole
 from training.dynamics import Observed, PartNorms, depth_names, part_names
 from training.optimizer import learning_rate, make_optimizer
@@ -188,32 +187,44 @@ class Trainer:
             tokens[: len(present)], targets[: len(present)] = self.windows.batch(present)
         return tokens, targets
 
-    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """(weights, optimizer and scaler) as whole CPU tensors by parameter name; a collective under FSDP."""
-        weights = {name: whole(t) for name, t in model_weights(self.model).items()}
-        moments = {
-            name: {k: whole(v) for k, v in self.optimizer.state[p].items()}
-            for name, p in self.model.named_parameters()
-        }
-        scaler = {"scale": self.scale.scale.item(), "good_steps": self.scale.good_steps.item()}
-        return weights, {"optimizer": moments, "scaler": scaler}
+    def state(self) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]], tuple[float, int]]:
+        """(weights, optimizer, scaler) by parameter name, whole and on the CPU, on the first process only.
 
-    def load_weights(self, weights: dict[str, Tensor], path: Path) -> None:
-        """Weights by name, on any number of processes. Raises CheckpointError where they are not this model's."""
-        check_weights(self.model, weights, path)
+        A collective under FSDP.
+        """
+        main, named = self.runtime.is_main, list(self.model.named_parameters())
+        weights = {name: whole(t, main) for name, t in model_weights(self.model).items()}
+        moments = {name: {k: whole(v, main) for k, v in self.optimizer.state[p].items()} for name, p in named}
+        return weights, moments, (self.scale.scale.item(), self.scale.good_steps.item())
+
+    def load_weights(self, weights: dict[str, Tensor]) -> None:
+        """Weights by name, which only the first process need have."""
         for name, own in model_weights(self.model).items():
-            assign(own, weights[name])
+            assign(own, weights.get(name))
 
-    def load_state(self, trainer: dict[str, Any]) -> None:
-        """Optimizer and scaler as `state` gave them, on any number of processes."""
+    def load_state(self, moments: dict[str, dict[str, Tensor]], scaler: tuple[float, int]) -> None:
+        """Optimizer and scaler as `state` gave them; only the first process need have the moments."""
+        own = {name: {key: value.ndim for key, value in state.items()} for name, state in moments.items()}
+        layout = self.runtime.on_main(lambda: own)
         for name, p in self.model.named_parameters():
-            moments = trainer["optimizer"][name]
-            own = {
-                k: torch.zeros_like(p) if v.ndim else torch.zeros((), device=p.device)
-                for k, v in moments.items()
+            state = {
+                key: torch.zeros_like(p) if ndim else torch.zeros((), device=p.device)
+                for key, ndim in layout[name].items()
             }
-            for key, value in moments.items():
-                assign(own[key], value)
-            self.optimizer.state[p] = own
-        self.scale.scale.fill_(trainer["scaler"]["scale"])
-        self.scale.good_steps.fill_(trainer["scaler"]["good_steps"])
+            for key, value in state.items():
+                assign(value, moments[name][key] if moments else None)
+            self.optimizer.state[p] = state
+        self.scale.scale.fill_(scaler[0])
+        self.scale.good_steps.fill_(scaler[1])
+
+    def check_state(self, moments: dict[str, dict[str, Tensor]], path: Path) -> None:
+        """Raises CheckpointError where the moments are not those of this model's parameters."""
+        own = dict(self.model.named_parameters())
+        for name in sorted(own.keys() | moments.keys()):
+            if name not in own or name not in moments:
+                raise CheckpointError(
+                    f"{path}/trainer.pt does not fit the model: {name} is in one of them only"
+                )
+            for key, value in moments[name].items():
+                if value.ndim and value.shape != own[name].shape:
+                    raise CheckpointError(f"{path}/trainer.pt does not fit the model: {key} of {name}")

@@ -1,0 +1,84 @@
+"""What test_distributed.py runs under torchrun.
+
+torchrun ... tests/distributed_worker.py compare RECIPE RESULT.json   ten steps of every case, side by side
+torchrun ... tests/distributed_worker.py fail ARGUMENTS               train.py, whose second process fails
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch
+
+import train as script
+from configs import load_config
+from data import open_dataset
+from training.checkpoint import model_weights
+from training.distributed import whole
+from training.runtime import Runtime, start, stop
+from training.trainer import Trainer
+
+PLACEMENTS = ("pre", "post", "output", "sandwich")
+CASES = {
+    f"{p} {t}": ("--placement", p, t) for p in PLACEMENTS for t in ("--tie-embeddings", "--no-tie-embeddings")
+}
+CASES |= {"bfloat16": ("--dtype", "bfloat16"), "float16": ("--dtype", "float16")}
+STEPS = 10
+
+
+def measure(runtime: Runtime, recipe: str, flags: tuple[str, ...]) -> dict:
+    """Rows, validation losses and dtypes of ten steps, and the weights' sum of squares after them."""
+    config = load_config([recipe, *flags])
+    trainer = Trainer(config, runtime, open_dataset(config.data.dataset))
+    begin = embedding(trainer)
+    rows = [trainer.row(trainer.step(index, watch=True), index) for index in range(STEPS)]
+    states = [v.dtype for state in trainer.optimizer.state.values() for v in state.values()]
+    squares = {
+        name: whole(t, True).double().square().sum().item()
+        for name, t in model_weights(trainer.model).items()
+    }
+    return {
+        "rows": rows,
+        "val_loss": trainer.evaluate(),
+        "dtypes": sorted({str(d) for d in (*states, *(p.dtype for p in trainer.model.parameters()))}),
+        "tied": trainer.model.head.weight is trainer.model.embed.weight,
+        "weights": squares,
+        "moved": (embedding(trainer) - begin).norm().item() / begin.norm().item(),
+    }
+
+
+def embedding(trainer: Trainer) -> torch.Tensor:
+    return whole(trainer.model.embed.weight, True).clone()
+
+
+def compare(recipe: str, result: str) -> None:
+    _, runtime = start(load_config([recipe]))
+    found = {
+        f"{parallel} {case}": measure(runtime, recipe, ("--parallel", parallel, *flags))
+        for parallel in ("ddp", "fsdp")
+        for case, flags in CASES.items()
+    }
+    if runtime.is_main:
+        Path(result).write_text(json.dumps(found))
+    stop()
+
+
+def fail(*argv: str) -> None:
+    step = Trainer.step
+
+    def patched(self, index, watch):
+        if self.runtime.rank == 1 and index == 3:
+            raise KeyError("the reason of process 1")
+        return step(self, index, watch)
+
+    Trainer.step = patched
+    script.main(argv)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    {"compare": compare, "fail": fail}[sys.argv[1]](*sys.argv[2:])

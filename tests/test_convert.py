@@ -1,0 +1,323 @@
+"""tools.convert as a user runs it: nanoGPT's files, vocabularies, refusals by name, and nothing half-written."""
+
+import json
+import math
+
+import pytest
+import tiktoken
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+
+import train
+from data import load_tokenizer, tokenizer
+from model import GPT, ModelConfig
+from tools import convert, sample
+from tools.interchange import FAMILIES, their_config
+from tools.vocabulary import merges, recognize, tokenizer_files
+from training.checkpoint import about, load_model, model_weights, read_about, save_model
+
+SMALL = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 12, "vocab_size": 23}
+LLAMA = {"norm": "rmsnorm", "pos": "rope", "mlp": "swiglu", "bias": False}
+
+
+def build(**switches) -> GPT:
+    """Random weights, gains and biases."""
+    torch.manual_seed(0)
+    model = GPT(ModelConfig(**SMALL | switches)).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p += 0.2 * torch.randn(p.shape)
+    return model
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A converted model of ours without a tokenizer."""
+    model = build()
+    (tmp_path / "ours").mkdir()
+    save_model(tmp_path / "ours", model_weights(model), about(model, None))
+    return tmp_path / "ours"
+
+
+def error_of(capsys, *argv) -> str:
+    """The one line that a mistaken command prints before it ends with 2."""
+    with pytest.raises(SystemExit) as stopped:
+        convert.main([str(a) for a in argv])
+    assert stopped.value.code == 2
+    message = capsys.readouterr().err
+    assert message.startswith("error: ")
+    assert message.count("\n") == 1
+    return message
+
+
+# ---- nanoGPT
+
+
+def nanogpt_logits(weights, tokens, n_layer, n_head):
+    """nanoGPT's forward pass as its model.py has it, on a dictionary of weights."""
+
+    def norm(x, name):
+        return F.layer_norm(x, x.shape[-1:], weights[f"{name}.weight"], weights.get(f"{name}.bias"), 1e-5)
+
+    def linear(x, name):
+        return F.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+
+    (batch, time), width = tokens.shape, weights["transformer.wte.weight"].shape[1]
+    x = weights["transformer.wte.weight"][tokens] + weights["transformer.wpe.weight"][:time]
+    for i in range(n_layer):
+        block = f"transformer.h.{i}"
+        q, k, v = linear(norm(x, f"{block}.ln_1"), f"{block}.attn.c_attn").split(width, dim=2)
+        q, k, v = (t.view(batch, time, n_head, width // n_head).transpose(1, 2) for t in (q, k, v))
+        scores = q @ k.transpose(-2, -1) / math.sqrt(width // n_head)
+        scores = scores.masked_fill(torch.ones(time, time).tril() == 0, -math.inf)
+        y = (scores.softmax(-1) @ v).transpose(1, 2).reshape(batch, time, width)
+        x = x + linear(y, f"{block}.attn.c_proj")
+        hidden = F.gelu(linear(norm(x, f"{block}.ln_2"), f"{block}.mlp.c_fc"))
+        x = x + linear(hidden, f"{block}.mlp.c_proj")
+    return norm(x, "transformer.ln_f") @ weights["lm_head.weight"].T
+
+
+def nanogpt_checkpoint(bias: bool) -> dict:
+    """What nanoGPT saves, compiled, with an optimizer beside the weights."""
+    width, weights = 16, {}
+
+    def add(name, *shape, biased=True):
+        weights[f"{name}.weight"] = 0.3 * torch.randn(shape) + (len(shape) == 1)
+        if bias and biased:
+            weights[f"{name}.bias"] = 0.3 * torch.randn(shape[0])
+
+    torch.manual_seed(0)
+    add("transformer.wte", 23, width, biased=False)
+    add("transformer.wpe", 12, width, biased=False)
+    for i in range(2):
+        for name in ("ln_1", "ln_2"):
+            add(f"transformer.h.{i}.{name}", width)
+        add(f"transformer.h.{i}.attn.c_attn", 3 * width, width)
+        add(f"transformer.h.{i}.attn.c_proj", width, width)
+        add(f"transformer.h.{i}.mlp.c_fc", 4 * width, width)
+        add(f"transformer.h.{i}.mlp.c_proj", width, 4 * width)
+    add("transformer.ln_f", width)
+    weights["lm_head.weight"] = weights["transformer.wte.weight"]
+    args = {"n_layer": 2, "n_head": 2, "n_embd": width, "block_size": 12, "bias": bias, "vocab_size": 23}
+    optimizer = {
+        "state": {0: {"step": torch.tensor(3.0)}},
+        "param_groups": [{"lr": 6e-4, "betas": (0.9, 0.95)}],
+    }
+    return {
+        "model": {f"_orig_mod.{name}": t for name, t in weights.items()},
+        "optimizer": optimizer,
+        "model_args": args | {"dropout": 0.1},
+        "iter_num": 3,
+        "best_val_loss": torch.tensor(3.2),
+        "config": {"dataset": "shakespeare_char", "compile": True},
+    }
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_nanogpts_checkpoint_comes_in_with_its_logits(bias, tmp_path):
+    checkpoint = nanogpt_checkpoint(bias)
+    torch.save(checkpoint, tmp_path / "ckpt.pt")
+    convert.main(["from-nanogpt", str(tmp_path / "ckpt.pt"), "-o", str(tmp_path / "ours")])
+    model = load_model(tmp_path / "ours")
+    assert (model.config.bias, model.config.mlp) == (bias, "gelu")
+    tokens = torch.randint(23, (3, 12), generator=torch.Generator().manual_seed(1))
+    weights = {name.removeprefix("_orig_mod."): t for name, t in checkpoint["model"].items()}
+    with torch.no_grad():
+        expected, found = nanogpt_logits(weights, tokens, 2, 2), model(tokens)[0]
+    assert expected.std() > 0.5
+    assert (found - expected).abs().max() <= 1e-5
+
+
+def test_a_vocabulary_must_fit_the_model(tmp_path, capsys):
+    torch.save(nanogpt_checkpoint(bias=False), tmp_path / "ckpt.pt")
+    (tmp_path / "input.txt").write_text("the quick brown fox j\n", encoding="utf-8")
+    char = ["--tokenizer", "char", "--corpus", tmp_path / "input.txt", "-o", tmp_path / "ours"]
+    wrong = error_of(capsys, "from-nanogpt", tmp_path / "ckpt.pt", *char)
+    assert "18 different tokens, but the model's vocabulary has 23" in wrong
+    byte = ["--tokenizer", "byte", "-o", tmp_path / "ours"]
+    wrong = error_of(capsys, "from-nanogpt", tmp_path / "ckpt.pt", *byte)
+    assert "byte has 257 different tokens, but the model's vocabulary has 23" in wrong
+    (tmp_path / "input.txt").write_text("the quick brown fox jumps av\n", encoding="utf-8")
+    convert.main([str(a) for a in ("from-nanogpt", tmp_path / "ckpt.pt", *char)])
+    capsys.readouterr()
+    sample.main([str(tmp_path / "ours"), "--prompt", "fox", "--tokens", "5", "--device", "cpu"])
+    assert capsys.readouterr().out.startswith("fox")
+
+
+class Malicious:
+    def __reduce__(self):
+        return print, ("this was executed",)
+
+
+def test_nothing_in_a_ckpt_is_unpickled(tmp_path, capsys):
+    torch.save(nanogpt_checkpoint(bias=False) | {"config": Malicious()}, tmp_path / "ckpt.pt")
+    assert "is not nanoGPT's ckpt.pt" in error_of(
+        capsys, "from-nanogpt", tmp_path / "ckpt.pt", "-o", tmp_path / "ours"
+    )
+    assert not (tmp_path / "ours").exists()
+
+
+# ---- vocabularies
+
+
+def test_merge_rules_are_recovered_from_ranks():
+    pieces = [bytes([b]) for b in range(256)] + [b"th", b" th", b"the", b" the", b"he", b" t", b" the t"]
+    rules = merges({piece: i for i, piece in enumerate(pieces)})
+    assert rules == [
+        ("t", "h"),
+        ("Ġ", "th"),
+        ("th", "e"),
+        ("Ġth", "e"),
+        ("h", "e"),
+        ("Ġ", "t"),
+        ("Ġthe", "Ġt"),
+    ]
+
+
+def test_gpt2s_vocabulary_is_written_and_recognized(tmp_path, monkeypatch):
+    """With a stand-in for the download: as many tokens, and the merges of a few of them."""
+    singles = [bytes([b]) for b in range(256)]
+    pairs = [a + b for a in singles for b in singles][: 50256 - 256]
+    ranks = {token: i for i, token in enumerate(singles + pairs)}
+    encoding = tiktoken.Encoding(
+        "gpt2", pat_str=r"\S+|\s+", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 50256}
+    )
+    monkeypatch.setattr(tokenizer, "_load_encoding", lambda name: encoding)
+    for name, text in tokenizer_files(load_tokenizer({"name": "gpt2"}), 64).items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    assert recognize(tmp_path) == ({"name": "gpt2"}, "")
+    body = json.loads((tmp_path / "tokenizer.json").read_text(encoding="utf-8"))
+    assert body["model"]["vocab"]["Ā"] == 0
+    assert len(body["model"]["merges"]) == 50000
+
+    (tmp_path / "vocab.json").write_text(json.dumps(body["model"]["vocab"]), encoding="utf-8")
+    (tmp_path / "tokenizer.json").unlink()
+    assert recognize(tmp_path) == ({"name": "gpt2"}, ""), "older GPT-2 folders hold vocab.json"
+    vocab = body["model"]["vocab"]
+    vocab["ĀĀ"], vocab["Āā"] = vocab["Āā"], vocab["ĀĀ"]
+    (tmp_path / "vocab.json").write_text(json.dumps(vocab), encoding="utf-8")
+    meta, why = recognize(tmp_path)
+    assert meta is None
+    assert "another one" in why
+
+
+def test_without_a_tokenizer_sampling_says_so(folder, capsys):
+    with pytest.raises(SystemExit):
+        sample.main([str(folder), "--device", "cpu"])
+    assert "saved without a tokenizer" in capsys.readouterr().err
+    assert read_about(folder)["tokenizer"] is None
+
+
+def test_train_starts_from_a_converted_model(tmp_path, capsys):
+    """With the flags that the conversion prints."""
+    torch.save(nanogpt_checkpoint(bias=True), tmp_path / "ckpt.pt")
+    convert.main(["from-nanogpt", str(tmp_path / "ckpt.pt"), "-o", str(tmp_path / "ours")])
+    flags = capsys.readouterr().out.split("--init-from ")[1].split()[1:]
+    (tmp_path / "bard").mkdir()
+    for part in ("train", "val"):
+        torch.arange(400).remainder(23).to(torch.uint16).numpy().tofile(tmp_path / "bard" / f"{part}.bin")
+    rest = "--max-iters 1 --lr 0 --min-lr 0 --warmup-iters 0 --batch-size 2 --eval-tokens 50 --wandb disabled"
+    rest += f" --device cpu --out-dir {tmp_path} --run-name fine --dataset {tmp_path}/bard"
+    train.main([*rest.split(), "--init-from", str(tmp_path / "ours"), *flags])
+    before, after = load_model(tmp_path / "ours"), load_model(tmp_path / "fine")
+    for name, tensor in model_weights(before).items():
+        assert torch.equal(tensor, model_weights(after)[name]), name
+
+
+# ---- folders that hold no model
+
+
+def test_folders_that_hold_no_model_are_refused_in_one_sentence(tmp_path, capsys):
+    (tmp_path / "hf").mkdir()
+    command = ("from-hf", tmp_path / "hf", "-o", tmp_path / "ours")
+    assert "config.json does not exist" in error_of(capsys, *command)
+    (tmp_path / "hf" / "config.json").write_text('{"model_type": "mamba"}')
+    assert "model_type is 'mamba'; the families that convert are gpt2, llama" in error_of(capsys, *command)
+    (tmp_path / "hf" / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "hf" / "model.safetensors").write_bytes(b"nonsense")
+    assert "model.safetensors cannot be read" in error_of(capsys, *command)
+    save_file({"a": torch.ones(1)}, tmp_path / "hf" / "model.safetensors")
+    assert "config.json of a llama model lacks num_hidden_layers" in error_of(capsys, *command)
+    (tmp_path / "hf" / "config.json").write_text(
+        json.dumps(their_config(FAMILIES["llama"], ModelConfig(**SMALL | LLAMA)))
+    )
+    assert "lacks the weight embed_tokens.weight" in error_of(capsys, *command)
+    assert not (tmp_path / "ours").exists()
+
+
+def test_a_name_that_is_no_folder_is_looked_up_on_the_hub_and_says_so_without_one(
+    tmp_path, capsys, monkeypatch
+):
+    asked = []
+
+    def unreachable(name, **how):
+        asked.append(name)
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", unreachable)
+    message = error_of(capsys, "from-hf", "openai-community/gpt2", "-o", tmp_path / "ours")
+    assert asked == ["openai-community/gpt2"]
+    assert (
+        "is no folder here, and the Hugging Face hub gave no model of that name (ConnectionError)" in message
+    )
+    assert "neither a folder nor the name of" in error_of(
+        capsys, "from-hf", "/no/where", "-o", tmp_path / "ours"
+    )
+
+
+# ---- the folder that is written
+
+
+def test_what_is_there_is_kept_unless_overwrite_says_otherwise(folder, tmp_path, capsys):
+    out = tmp_path / "out"
+    convert.main(["to-hf", str(folder), "-o", str(out)])
+    assert sorted(f.name for f in out.iterdir()) == ["config.json", "model.safetensors"]
+    assert "pass --overwrite" in error_of(capsys, "fold", folder, "-o", out)
+    convert.main(["fold", str(folder), "-o", str(out), "--overwrite"])
+    assert sorted(f.name for f in out.iterdir()) == ["model.safetensors"]
+    assert not load_model(out).config.tie_embeddings
+
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("years of work")
+    for flags in ([], ["--overwrite"]):
+        assert "holds other files" in error_of(capsys, "fold", folder, "-o", tmp_path / "mine", *flags)
+    assert "holds what is being converted" in error_of(capsys, "fold", folder, "-o", folder, "--overwrite")
+    assert (folder / "model.safetensors").exists()
+
+
+def test_a_write_that_fails_leaves_nothing_behind_and_what_was_there(folder, tmp_path, capsys, monkeypatch):
+    out = tmp_path / "out"
+    convert.main(["fold", str(folder), "-o", str(out)])
+    before = (out / "model.safetensors").read_bytes()
+
+    def full(path, *_):
+        (path / "model.safetensors").write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(convert, "save_model", full)
+    message = error_of(capsys, "ln-to-rms", folder, "-o", out, "--overwrite")
+    assert "cannot be written: No space left on device" in message
+    assert (out / "model.safetensors").read_bytes() == before
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["ours", "out"]
+
+
+def test_fold_and_ln_to_rms_from_the_command_line_keep_logits_and_say_what_they_did(folder, tmp_path, capsys):
+    tokens = torch.randint(23, (2, 12), generator=torch.Generator().manual_seed(1))
+    expected = load_model(folder)(tokens)[0]
+    for command, words in (
+        ("fold", "folded entry into branches.0.qkv"),
+        ("ln-to-rms", "onto the vectors of mean zero"),
+    ):
+        convert.main([command, str(folder), "-o", str(tmp_path / command)])
+        assert words in capsys.readouterr().out
+        assert (load_model(tmp_path / command)(tokens)[0] - expected).abs().max() <= 1e-5
+    assert load_model(tmp_path / "ln-to-rms").config.norm == "rmsnorm"
+    assert "placement is post" in error_of_post(tmp_path, capsys)
+
+
+def error_of_post(tmp_path, capsys) -> str:
+    model = build(placement="post")
+    (tmp_path / "post").mkdir()
+    save_model(tmp_path / "post", model_weights(model), about(model, None))
+    return error_of(capsys, "fold", tmp_path / "post", "-o", tmp_path / "folded")

@@ -1,0 +1,187 @@
+"""The same training on one process or several: numbers, checkpoints, signals, failures and restarts."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from distributed_worker import CASES, measure
+from tiny_runs import before_step, finish, launch, recipe, rows, saved, start, train, wait_for
+
+from configs import load_config
+from training.runtime import Runtime, accumulation
+from training.stop import EXIT_STOPPED
+from training.trainer import Trainer
+
+ALONE = Runtime(torch.device("cpu"))
+
+
+# Numbers
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory) -> tuple[Path, dict]:
+    """(recipe, what two processes measured in every case)."""
+    folder = tmp_path_factory.mktemp("compared")
+    file, result = recipe(folder), folder / "result.json"
+    code, _, error = finish(
+        start("compare", file, result, processes=2, program="tests/distributed_worker.py")
+    )
+    assert code == 0, error
+    return file, json.loads(result.read_text())
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_two_processes_train_as_one(compared, parallel, case):
+    file, found = compared
+    together, alone = found[f"{parallel} {case}"], measure(ALONE, str(file), CASES[case])
+    exact = case not in ("bfloat16", "float16")  # where another order of summation is another rounding
+    loss_tolerance, tolerance = (1e-5, 1e-4) if exact else (2e-3, 3e-2)
+    for ours, theirs in zip(together["rows"], alone["rows"], strict=True):
+        assert ours.keys() == theirs.keys()
+        assert ours["train/loss"] == pytest.approx(theirs["train/loss"], rel=loss_tolerance)
+        assert ours == pytest.approx(theirs, rel=tolerance, abs=1e-7)
+    assert together["val_loss"] == pytest.approx(alone["val_loss"], rel=loss_tolerance)
+    assert together["tied"] == alone["tied"] == ("--no-tie-embeddings" not in CASES[case])
+    assert min(together["moved"], alone["moved"]) > 0.1  # so that not the start is compared
+    if exact:
+        assert together["weights"] == pytest.approx(alone["weights"], rel=1e-3)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_the_dtype_policy_is_that_of_one_process(compared, parallel, dtype):
+    """Parameters and moments in float32; the first forward, which no order of summation enters, to the last bit."""
+    file, found = compared
+    together = found[f"{parallel} {dtype}"]
+    assert together["dtypes"] == ["torch.float32"]
+    alone = measure(ALONE, str(file), CASES[dtype])
+    single = measure(ALONE, str(file), CASES["pre --tie-embeddings"])
+    forward = {k: v for k, v in alone["rows"][0].items() if k.startswith("residual_rms/")}
+    assert {k: together["rows"][0][k] for k in forward} == pytest.approx(forward, rel=3e-7)
+    assert {k: single["rows"][0][k] for k in forward} != pytest.approx(forward, rel=3e-6)
+
+
+def test_the_windows_of_a_step_are_dealt_out_once(tmp_path):
+    config = load_config([str(recipe(tmp_path))])
+
+    def rows_of(world: int) -> list[int]:
+        parts = []
+        for rank in range(world):
+            trainer = object.__new__(Trainer)
+            trainer.runtime = Runtime(torch.device("cpu"), rank, world)
+            count, trainer.micro_batch = accumulation(config, world)
+            parts += [row for micro_step in range(count) for row in trainer.rows(micro_step)]
+        return sorted(parts)
+
+    assert rows_of(1) == rows_of(2) == rows_of(4) == list(range(config.optim.batch_size))
+
+
+# Whole runs
+
+
+def workers(torchrun: int) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{torchrun}/task/{torchrun}/children").read_text().split()]
+
+
+def assert_same_course(run_dir: Path, whole: Path) -> None:
+    """The same steps with the same numbers, but for the order of summation."""
+    ours, theirs = rows(run_dir), rows(whole)
+    assert [row["iter"] for row in ours] == [row["iter"] for row in theirs]
+    for a, b in zip(ours, theirs, strict=True):
+        assert a == pytest.approx(b, rel=1e-4, abs=1e-6)
+    assert saved(run_dir)[1].progress.step == saved(whole)[1].progress.step
+
+
+def test_a_signal_to_one_process_stops_all_at_one_step_and_one_goes_on(tmp_path):
+    """Saved by two under FSDP, resumed by one."""
+    argv = (recipe(tmp_path, steps=40), "--eval-interval", 20)
+    assert train(*argv, "--run-name", "whole") == 0
+    process = start(*argv, "--parallel", "fsdp", processes=2)
+    wait_for(lambda: (tmp_path / "tiny" / "checkpoints" / "step_00000004").exists())
+    os.kill(workers(process.pid)[1], signal.SIGTERM)
+    code, out, error = finish(process)
+    assert code == 1  # torchrun's own
+    assert "exitcode  : 75" in error
+    assert "stopped by a signal to another process at step" in out
+    assert "Traceback" not in error.partition("torch/distributed/run.py")[0].partition("Traceback")[0]
+    assert 4 <= saved(tmp_path / "tiny")[1].progress.step < 40
+    assert train(*argv, "--resume") == 0
+    assert_same_course(tmp_path / "tiny", tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("processes", "parallel"),
+    [
+        (2, "ddp"),
+        pytest.param(4, "fsdp", marks=pytest.mark.slow),
+        pytest.param(4, "ddp", marks=pytest.mark.slow),
+    ],
+)
+def test_saved_by_one_resumed_by_several(tmp_path, monkeypatch, processes, parallel):
+    argv = (recipe(tmp_path),)
+    assert train(*argv, "--run-name", "whole") == 0
+    with monkeypatch.context() as patch:
+        before_step(patch, 6, lambda: signal.raise_signal(signal.SIGUSR1))
+        assert train(*argv) == EXIT_STOPPED
+    code, out, error = launch(*argv, "--resume", "--parallel", parallel, processes=processes)
+    assert code == 0, error
+    assert "resuming" in out
+    assert out.count("done: 12 steps") == 1
+    assert_same_course(tmp_path / "tiny", tmp_path / "whole")
+    assert train(*argv, "--resume", "--max-iters", 14) == 0  # and back to one
+
+
+def test_a_killed_process_is_restarted_and_the_run_goes_on(tmp_path):
+    """`torchrun --max-restarts`, with --overwrite on the command line, which must not delete what it goes on with."""
+    argv = (recipe(tmp_path, steps=40), "--eval-interval", 20)
+    assert train(*argv, "--run-name", "whole") == 0
+    assert train(*argv, "--max-iters", 3) == 0  # an older run of that name
+    process = start(*argv, "--overwrite", processes=2, torchrun=("--max-restarts=2",))
+    wait_for(lambda: (tmp_path / "tiny" / "checkpoints" / "step_00000008").exists())
+    os.kill(workers(process.pid)[1], signal.SIGKILL)
+    code, out, error = finish(process)
+    assert code == 0, error
+    assert out.count("resuming") == 1
+    assert_same_course(tmp_path / "tiny", tmp_path / "whole")
+
+
+def test_a_failing_process_brings_the_others_down_with_its_reason(tmp_path):
+    began = time.monotonic()
+    argv = ("fail", recipe(tmp_path))
+    code, _, error = finish(start(*argv, processes=2, program="tests/distributed_worker.py"))
+    assert code != 0
+    assert "KeyError: 'the reason of process 1'" in error
+    assert "a process leaves, because another one" in error or "SIGTERM" in error
+    assert time.monotonic() - began < 60
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--batch-size", "9"), "batch_size 9 does not divide among 2 processes of micro_batch_size 2; "),
+        (("--resume",), "holds no run"),
+        (("--block-size", "5000"), "a context of 5,000 tokens is longer than the training data"),
+    ],
+)
+def test_a_mistake_is_told_once_and_the_code_is_2(tmp_path, flags, says):
+    code, out, error = launch(recipe(tmp_path), *flags, processes=2)
+    assert code == 1  # torchrun's own
+    assert "exitcode  : 2 " in error
+    assert (out + error).count("error: ") == 1
+    assert says in error
+    assert not (tmp_path / "tiny").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_compiled_processes_train_as_one(tmp_path, parallel):
+    argv = (recipe(tmp_path),)
+    assert train(*argv, "--run-name", "whole", "--dropout", "0") == 0
+    code, _, error = launch(*argv, "--dropout", "0", "--compile", "--parallel", parallel, processes=2)
+    assert code == 0, error
+    assert_same_course(tmp_path / "tiny", tmp_path / "whole")

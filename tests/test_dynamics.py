@@ -1,0 +1,203 @@
+"""The first table: its values against a textbook network, and what it costs the training step."""
+
+import json
+import math
+
+import pytest
+import torch
+from dynamics_cases import CASES, Textbook, known_model, rms, tiny_trainer, tokens_and_targets, train_here
+from test_probe import part_of
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from model import GPT, Linear, ModelConfig
+from training.clock import Clock, flops_per_token, peak_flops
+from training.dynamics import Observed, PartNorms, branch_names, depth_names, part_names
+from training.runtime import Runtime
+
+DEPTHS = ["embed", "layer_00.attn", "layer_00.mlp", "layer_01.attn", "layer_01.mlp"]
+
+
+@pytest.mark.parametrize("placement", CASES)
+def test_every_value_is_the_textbook_one(placement):
+    model = known_model(placement)
+    loss, squares = Observed(model)(*tokens_and_targets(), True)
+    loss.backward()
+    norms = PartNorms(model, Runtime(torch.device("cpu")))
+    by_part = norms.by_part(norms.squares([p.grad for p in norms.params])).tolist()
+
+    book = Textbook(model)
+    params = dict(model.named_parameters())
+    gradients = torch.autograd.grad(book.loss(*tokens_and_targets()), list(params.values()))
+    right = dict.fromkeys(part_names(2), 0.0)
+    for name, gradient in zip(params, gradients, strict=True):
+        right[part_of(name)] += float((gradient**2).sum())
+    assert loss.item() == pytest.approx(book.loss(*tokens_and_targets()).item(), rel=1e-9)
+    assert squares.sqrt().tolist() == pytest.approx([rms(x) for x in book.streams[:5]], rel=1e-9)
+    assert by_part == pytest.approx([math.sqrt(v) for v in right.values()], rel=1e-5)
+    assert (right["head"] == 0) == model.config.tie_embeddings
+
+
+def test_micro_batches_and_accumulation_average_as_mean_squares(tmp_path):
+    """The table of one step in two micro-batches is that of the same step at once."""
+    whole, halves = tiny_trainer(tmp_path), tiny_trainer(tmp_path, "--micro-batch-size", "2")
+    rows = [trainer.row(trainer.step(0, True), 0) for trainer in (whole, halves)]
+    assert rows[0] == pytest.approx(rows[1], rel=1e-5)
+    batch = whole.batches.batch(0, range(4))
+    first, second = (Textbook(tiny_trainer(tmp_path).model) for _ in range(2))
+    first.loss(*(t[:2] for t in batch))
+    second.loss(*(t[2:] for t in batch))
+    for k, depth in enumerate(DEPTHS):
+        a, b = rms(first.streams[k]), rms(second.streams[k])
+        assert rows[1][f"residual_rms/{depth}"] == pytest.approx(math.sqrt((a * a + b * b) / 2), rel=1e-5)
+    assert a != pytest.approx(b, rel=1e-3), "or the mean of the RMS would do as well"
+
+
+def test_exact_keys_and_parts_that_add_up(tmp_path):
+    trainer = tiny_trainer(tmp_path, "--no-tie-embeddings", "--qk-norm", "head")
+    row = trainer.row(trainer.step(0, True), 0)
+    assert row.keys() == {
+        *("diverged", "train/loss", "train/lr", "train/grad_norm"),
+        *(f"grad_norm/{part}" for part in [*DEPTHS, "norms", "head"]),
+        *(f"residual_rms/{depth}" for depth in DEPTHS),
+    }
+    parts = [value for name, value in row.items() if name.startswith("grad_norm/")]
+    assert math.fsum(v * v for v in parts) == pytest.approx(row["train/grad_norm"] ** 2, rel=1e-5)
+    assert min(parts) > 0
+    assert row["train/lr"] == pytest.approx(1e-2 / 2)
+    assert trainer.step(1, False).keys() == {"diverged", "loss", "grad_norm"}
+
+
+@pytest.mark.parametrize("n_layer", [1, 12])
+def test_names_of_depths(n_layer):
+    assert len(branch_names(n_layer)) == 2 * n_layer
+    assert depth_names(n_layer) == sorted(depth_names(n_layer)), "names sort as the stream flows"
+
+
+class Constant(torch.nn.Module):
+    def forward(self, h):
+        return torch.ones_like(h)
+
+
+def test_a_constant_update_grows_the_stream_and_leaves_its_layernorm():
+    """Claim 13: [1, 2, 3, 4] and +1 from every branch."""
+    model = GPT(
+        ModelConfig(n_layer=2, n_head=1, n_embd=4, block_size=3, vocab_size=1, pos="rope", bias=False)
+    )
+    model.branches = torch.nn.ModuleList(Constant() for _ in range(4))
+    read = []
+    for join in model.joins:
+        join.register_forward_hook(lambda join, inputs, outputs: read.append(outputs[1]))
+    model.embed.weight.data = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
+    _, squares = Observed(model)(
+        torch.zeros(1, 3, dtype=torch.int64), torch.zeros(1, 3, dtype=torch.int64), True
+    )
+    values = squares.sqrt().tolist()
+    assert [values[0], values[1], values[3]] == pytest.approx([2.739, 3.674, 5.612], abs=5e-4)
+    for h in read:
+        assert torch.allclose(h, torch.tensor([-1.34164, -0.44721, 0.44721, 1.34164]), atol=1e-4)
+
+
+@pytest.mark.parametrize("placement", ["pre", "output", "sandwich"])
+def test_branches_of_zeros_leave_the_stream_as_it_is(placement):
+    model = known_model(placement, bias=False)
+    with torch.no_grad():
+        for attention, mlp in zip(model.branches[::2], model.branches[1::2], strict=True):
+            attention.out.weight.zero_()
+            mlp.down.weight.zero_()
+    values = Observed(model)(*tokens_and_targets(), True)[1].sqrt().tolist()
+    assert values == pytest.approx([values[0]] * 5, rel=1e-12)
+
+
+def test_rmsnorm_of_post_gives_rms_one():
+    model = GPT(ModelConfig(n_layer=2, n_head=2, n_embd=32, block_size=6, vocab_size=11, placement="post",
+                            norm="rmsnorm", norm_eps=1e-12))  # fmt: skip
+    values = Observed(model)(*tokens_and_targets(), True)[1].sqrt().tolist()
+    assert values[1:] == pytest.approx([1.0] * 4, rel=1e-4)
+    assert values[0] < 0.1
+
+
+class Transfers(TorchDispatchMode):
+    """Counts what makes the host wait for the device: reading a scalar, or copying to another device."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("watch", [False, True])
+def test_a_step_never_waits_for_the_device(watch, tmp_path):
+    trainer = tiny_trainer(tmp_path, "--micro-batch-size", "2")
+    with Transfers() as transfers:
+        trainer.step(0, watch)
+        assert transfers.count == 0
+        bool(trainer.diverged)
+        assert transfers.count == 1, "it would have been seen"
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled_values_are_the_eager_ones_and_move(backend, tmp_path):
+    """No graph break, nothing compiled after the second step, and the table of step t is that of step t."""
+    eager, compiled = (tiny_trainer(tmp_path) for _ in range(2))
+    compiled.observed.compile(backend=backend)
+    torch._dynamo.utils.counters.clear()
+    rows = []
+    for index in range(6):
+        watch = index != 1
+        pair = [trainer.step(index, watch) for trainer in (eager, compiled)]
+        if index == 1:
+            graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        if watch:
+            rows.append([t.row(v, index) for t, v in zip((eager, compiled), pair, strict=True)])
+            assert rows[-1][1] == pytest.approx(rows[-1][0], rel=2e-4, abs=1e-7)
+    assert torch._dynamo.utils.counters["graph_break"] == {}
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs > 0
+    for depth in DEPTHS:
+        seen = [row[1][f"residual_rms/{depth}"] for row in rows]
+        assert len(set(seen)) == len(seen), depth
+
+
+def test_model_flops_utilization_only_where_the_peak_is_known():
+    assert peak_flops("NVIDIA H200") == peak_flops("NVIDIA H100 80GB HBM3") == 989e12
+    assert peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
+    assert peak_flops("NVIDIA L40S") == 362e12
+    for unknown in (
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+        "Tesla T4",
+        "NVIDIA A10G",
+    ):
+        assert peak_flops(unknown) is None
+    clock = Clock(1000, 0, 10, peak_rate=1e9)
+    row = clock.lap(5)
+    assert row["perf/mfu"] == row["perf/tokens_per_s"] / 1e9
+    assert Clock(1000, 0, 10).lap(5).keys() == {"perf/tokens_per_s", "perf/step_ms"}
+
+
+def test_flops_per_token_of_gpt2():
+    """PaLM's appendix B: 6N + 12 L H Q T, with N the 124M less the positions and norms, the head counted once."""
+    with torch.device("meta"):
+        model = GPT(ModelConfig())
+    n = 12 * (4 * 768 * 768 + 2 * 4 * 768 * 768) + 768 * 50257
+    assert n == sum(m.weight.numel() for m in model.modules() if isinstance(m, Linear))
+    assert flops_per_token(model) == 6 * n + 12 * 12 * 12 * 64 * 1024
+
+
+def test_rows_of_a_run(tmp_path):
+    """Which step has which numbers, exactly."""
+    folder = train_here(tmp_path, "--dropout", "0.1")
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    sections = {row["iter"]: sorted({key.partition("/")[0] for key in row}) for row in rows}
+    log = ["grad_norm", "iter", "perf", "residual_rms", "tokens", "train"]
+    look = ["angle_deg", "attn_entropy", "attn_logit_max", "branch_rms", "gain", "stream_grad_rms"]
+    assert sections == {
+        0: sorted(["iter", "tokens", "val", *look]),
+        **dict.fromkeys((1, 2, 10), log),
+        **dict.fromkeys((4, 8), sorted([*log, *look, "update_ratio"])),
+        6: sorted([*log, "val"]),
+        12: sorted([*log, *look, "update_ratio", "val"]),
+    }
+    assert [row["tokens"] for row in rows] == [24 * row["iter"] for row in rows]

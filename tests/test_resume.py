@@ -1,0 +1,209 @@
+"""Going on with a run is the run that never stopped; and what may not be gone on with."""
+
+import os
+import shutil
+import signal
+
+import pytest
+import torch
+from tiny_runs import STEPS, assert_same_end, before_step, recipe, rows, saved, train
+
+from training import checkpoint, trainer
+from training.stop import EXIT_STOPPED
+
+FLOAT16 = ("--dtype", "float16", "--residual-dtype", "compute")
+VARIANTS = {"float32": (), "float16": FLOAT16, "post_untied": ("--placement", "post", "--no-tie-embeddings")}
+
+
+@pytest.fixture(params=VARIANTS)
+def undisturbed(request, tmp_path, monkeypatch):
+    """(folder, command line) of a finished run `whole`; float16's loss scale changes within its few steps."""
+    monkeypatch.setattr(trainer, "SCALE_INTERVAL", 3)
+    monkeypatch.setattr(trainer, "SCALE_START", 2.0**22)  # overflows at first
+    argv = (recipe(tmp_path), *VARIANTS[request.param])
+    assert train(*argv, "--run-name", "whole") == 0
+    return tmp_path, argv
+
+
+def test_a_run_that_stops_after_every_step_is_the_run_that_never_stopped(undisturbed, monkeypatch):
+    folder, argv = undisturbed
+    argv = (*argv, "--run-name", "stopped")
+    for step in range(1, STEPS):
+        with monkeypatch.context() as patch:
+            before_step(patch, step, lambda: signal.raise_signal(signal.SIGUSR1))
+            assert train(*argv, *(("--resume",) if step > 1 else ())) == EXIT_STOPPED
+        assert saved(folder / "stopped")[1].progress.step == step
+    assert train(*argv, "--resume") == 0
+    assert_same_end(folder / "stopped", folder / "whole")
+
+
+@pytest.mark.parametrize("undisturbed", ["float16"], indirect=True)
+@pytest.mark.parametrize("step", [1, 5, 8, 12])
+def test_a_crash_costs_the_steps_since_the_checkpoint_and_nothing_else(undisturbed, monkeypatch, step):
+    folder, argv = undisturbed
+    argv = (*argv, "--run-name", "crashed")
+    with monkeypatch.context() as patch:
+        before_step(patch, step, lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            train(*argv)
+    assert saved(folder / "crashed")[1].progress.step < step
+    assert train(*argv, "--resume") == 0
+    assert_same_end(folder / "crashed", folder / "whole")
+    iterations = [row["iter"] for row in rows(folder / "crashed")]
+    assert iterations == sorted(set(iterations))
+    assert iterations[0] == 0
+
+
+def test_the_float16_case_has_steps_that_the_scaler_skips(tmp_path, monkeypatch):
+    monkeypatch.setattr(trainer, "SCALE_START", 2.0**22)
+    assert train(recipe(tmp_path), *FLOAT16) == 0
+    scale, good_steps = saved(tmp_path / "tiny")[1].scaler
+    assert scale < 2.0**22
+    assert 0 < good_steps < STEPS
+
+
+@pytest.fixture
+def stopped(tmp_path, monkeypatch):
+    """The command line of a run that was stopped at step 6."""
+    argv = (recipe(tmp_path),)
+    with monkeypatch.context() as patch:
+        before_step(patch, 6, lambda: signal.raise_signal(signal.SIGTERM))
+        assert train(*argv) == EXIT_STOPPED
+    return argv
+
+
+def test_harmless_changes_are_accepted_and_told(stopped, capsys):
+    changes = {"max-iters": 14, "eval-interval": 4, "log-interval": 1, "checkpoint-interval": 5}
+    flags = [word for name, value in changes.items() for word in (f"--{name}", value)]
+    assert train(*stopped, "--resume", *flags) == 0
+    out = capsys.readouterr().out
+    for line in ("max_iters was 12 and is 14", "eval_interval was 3 and is 4", "log_interval was 2 and is 1"):
+        assert line in out
+    folder = stopped[0].parent
+    assert saved(folder / "tiny")[1].progress.step == 14
+    assert "max_iters = 14" in (folder / "tiny" / "config.toml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--norm", "rmsnorm"), "norm was layernorm and is now rmsnorm"),
+        (("--placement", "post"), "placement was pre and is now post"),
+        (("--n-embd", "32"), "n_embd was 16 and is now 32"),
+        (("--seed", "3"), "seed was 1337 and is now 3"),
+        (("--lr", "0.5"), "lr was 0.01 and is now 0.5"),
+        (("--batch-size", "16"), "batch_size was 8 and is now 16"),
+        (("--dropout", "0"), "dropout was 0.1 and is now 0.0"),
+        (("--n-embd", "32", "--seed", "3"), "n_embd was 16 and is now 32, seed was 1337 and is now 3"),
+    ],
+)
+def test_a_change_that_makes_another_run_is_refused_by_name(stopped, capsys, flags, says):
+    metrics = stopped[0].parent / "tiny" / "metrics.jsonl"
+    before = metrics.read_bytes()
+    assert train(*stopped, "--resume", *flags) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert len(error.strip().splitlines()) == 1
+    assert metrics.read_bytes() == before
+
+
+def test_other_data_are_refused_and_moved_data_are_not(stopped, capsys):
+    tokens = stopped[0].parent / "tokens"
+    moved = shutil.copytree(tokens, tokens.with_name("moved"))
+    other = shutil.copytree(tokens, tokens.with_name("other"))
+    data = bytearray((other / "train.bin").read_bytes())
+    data[0] ^= 1
+    (other / "train.bin").write_bytes(data)
+    assert train(*stopped, "--resume", "--dataset", other) == 2
+    assert "is not the data that this run has trained on" in capsys.readouterr().err
+    assert train(*stopped, "--resume", "--dataset", moved) == 0
+
+
+def test_resume_needs_a_run(tmp_path, capsys):
+    assert train(recipe(tmp_path), "--resume") == 2
+    assert f"{tmp_path / 'tiny'} holds no run" in capsys.readouterr().err
+    assert not (tmp_path / "tiny").exists()
+
+
+def test_init_from_starts_at_step_0_from_weights_only(stopped, capsys):
+    folder = stopped[0].parent
+    assert (
+        train(*stopped, "--init-from", folder / "tiny", "--run-name", "tuned", "--lr", "0", "--min-lr", "0")
+        == 0
+    )
+    assert "weights from" in capsys.readouterr().out
+    (theirs, _), (ours, state) = saved(folder / "tiny"), saved(folder / "tuned")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)  # a rate of 0 has left them alone
+    assert state.progress.step == STEPS
+    assert rows(folder / "tuned")[0]["iter"] == 0
+
+
+def test_init_from_survives_a_kill_before_the_first_interval(stopped, monkeypatch):
+    folder = stopped[0].parent
+    argv = (*stopped, "--run-name", "tuned", "--lr", "0", "--min-lr", "0")
+    before_step(monkeypatch, 1, lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        train(*argv, "--init-from", folder / "tiny")
+    monkeypatch.undo()
+    assert train(*argv, "--resume") == 0
+    theirs, ours = saved(folder / "tiny")[0], saved(folder / "tuned")[0]
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--n-embd", "32"), "has shape (16,), and this model wants (32,)"),
+        (("--n-layer", "3"), "lacks the weight"),
+        (("--norm", "rmsnorm"), "has a weight"),
+    ],
+)
+def test_init_from_another_model_is_refused(stopped, capsys, flags, says):
+    folder = stopped[0].parent
+    assert train(*stopped, "--init-from", folder / "tiny", "--run-name", "tuned", *flags) == 2
+    assert says in capsys.readouterr().err
+    assert not (folder / "tuned").exists()
+
+
+def test_init_from_tells_what_the_weights_were_trained_with(stopped, capsys):
+    folder = stopped[0].parent
+    assert train(*stopped, "--init-from", folder / "tiny", "--run-name", "tuned", "--dropout", "0") == 0
+    assert "dropout was 0.1 in" in capsys.readouterr().out
+
+
+def test_a_restart_by_torchrun_goes_on_with_its_own_run_only(stopped, monkeypatch, capsys):
+    """The same command line again: without a flag, and with one that would delete what it goes on with."""
+    launched = stopped[0].parent / "tiny" / ".launch"
+    assert train(*stopped) == 2  # started again by hand
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    mine = launched.read_text()
+    launched.write_text(mine + "0")  # of another torchrun: an older run of the same name
+    assert train(*stopped) == 2
+    assert "already holds a run" in capsys.readouterr().err
+    launched.write_text(mine)
+    assert train(*stopped, "--overwrite") == 0
+    assert "resuming" in capsys.readouterr().out
+    assert [row["iter"] for row in rows(stopped[0].parent / "tiny")] == [0, 1, 2, 3, 4, 6, 8, 9, 10, 12]
+
+
+def test_a_restart_before_the_first_checkpoint_starts_over(tmp_path, monkeypatch, capsys):
+    (tmp_path / "tiny" / "checkpoints" / ".writing_step_00000000").mkdir(parents=True)
+    (tmp_path / "tiny" / ".launch").write_text(f"{os.uname().nodename}:{os.getppid()}")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert train(recipe(tmp_path)) == 0
+    assert "resuming" not in capsys.readouterr().out
+    assert checkpoint.newest(tmp_path / "tiny").step == STEPS
+
+
+def test_a_numbered_name_cannot_be_restarted(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    assert train(recipe(tmp_path), "--run-name", "auto") == 2
+    assert "give it a name" in capsys.readouterr().err
+
+
+def test_a_finished_run_that_is_resumed_changes_nothing(tmp_path):
+    argv = (recipe(tmp_path),)
+    assert train(*argv) == 0
+    before = rows(tmp_path / "tiny"), saved(tmp_path / "tiny")[1].progress
+    assert train(*argv, "--resume") == 0
+    assert (rows(tmp_path / "tiny"), saved(tmp_path / "tiny")[1].progress) == before

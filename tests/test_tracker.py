@@ -1,0 +1,130 @@
+"""metrics.jsonl and wandb: everything of a step in one place, and no failure of theirs that stops training."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from dynamics_cases import FLAGS, train_here
+
+from configs import load_config
+from training.tracker import Tracker, read_metrics
+
+
+def records(folder: Path) -> list[dict]:
+    """What `wandb leet inspect` reads from the newest offline run under `folder`."""
+    log = max((folder / "wandb").glob("offline-run-*/*.wandb"), key=lambda p: p.stat().st_mtime_ns)
+    leet = str(Path(sys.executable).with_name("wandb"))
+    done = subprocess.run(
+        [leet, "leet", "inspect", "--json", log], capture_output=True, text=True, check=True
+    )
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def offline(tmp_path_factory):
+    """An offline run of 12 steps that stopped at 6 and was resumed: (its folder, records before and after)."""
+    folder = tmp_path_factory.mktemp("wandb")
+    first = train_here(folder, "--wandb", "offline", "--max-iters", "6")
+    before = records(first)
+    train_here(folder, "--wandb", "offline", "--resume")
+    return first, before, records(first)
+
+
+def of(kind: str, found: list[dict]) -> list[dict]:
+    return [record for record in found if record["type"] == kind]
+
+
+def test_wandb_holds_every_number_of_every_logged_step(offline):
+    folder, before, after = offline
+    rows = {row["iter"]: row for row in read_metrics(folder / "metrics.jsonl")}
+    seen = {}
+    for record in of("history", before) + of("history", after):
+        values = dict(record["history"]["item"])
+        seen[values.pop("_step")] = {k: v for k, v in values.items() if not k.startswith("_")}
+    assert seen.keys() == rows.keys() == {0, 1, 2, 4, 6, 8, 10, 12}
+    for step, row in rows.items():
+        assert seen[step] == {k: v for k, v in row.items() if k != "iter"}, step
+
+
+def test_a_resumed_run_is_the_same_run(offline):
+    _, before, after = offline
+    ids = {of("run", found)[0]["run"]["run_id"] for found in (before, after)}
+    assert len(ids) == 1
+
+
+def test_wandb_knows_configuration_commit_and_size(offline):
+    _, before, _ = offline
+    config = of("run", before)[0]["run"]["config"]["update"]
+    assert config["model"]["n_layer"] == 2
+    assert config["model"]["dtype"] == "float32"
+    assert config["parameters"] == 1896
+    head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    assert config["commit"] == (head or None)
+    assert "start" not in config
+
+
+def test_wandb_summarizes_losses_by_their_minimum(offline):
+    _, _, after = offline
+    defined = {r["metric"]["name"]: r["metric"]["summary"] for r in of("metric", after)}
+    assert defined == {"val/loss": {"min": True}, "train/loss": {"min": True}}
+
+
+def tracker(folder: Path, mode: str = "offline") -> Tracker:
+    return Tracker(folder, load_config([*FLAGS, "--wandb", mode]), {}, None)
+
+
+def test_without_the_package_training_goes_on_and_it_is_told_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    run = train_here(tmp_path, "--wandb", "offline")
+    message = capsys.readouterr().err
+    assert message.count("wandb failed") == 1
+    assert "training goes on" in message
+    assert [row["iter"] for row in read_metrics(run / "metrics.jsonl")] == [0, 1, 2, 4, 6, 8, 10, 12]
+
+
+class BrokenService:
+    id = "abc"
+
+    def log(self, *_, **__):
+        raise BrokenPipeError("the service is gone")
+
+    def finish(self, **_):
+        raise AssertionError("a run that failed is not asked again")
+
+
+def test_a_service_that_breaks_is_told_once_and_left_alone(tmp_path, capsys):
+    t = tracker(tmp_path, "disabled")
+    t.run = BrokenService()
+    for step in range(3):
+        t.log({"iter": step})
+    t.close(0)
+    assert capsys.readouterr().err.count("wandb failed (the service is gone)") == 1
+    assert [row["iter"] for row in read_metrics(t.path)] == [0, 1, 2]
+
+
+def test_online_without_a_key_says_what_to_do_and_does_not_ask(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    t = tracker(tmp_path, "online")
+    assert t.run is None
+    assert "run `wandb login` or take --wandb offline" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_told_once(tmp_path, capsys):
+    t = tracker(tmp_path, "disabled")
+    t.path = Path("/dev/full")
+    for step in range(3):
+        t.log({"iter": step})
+    message = capsys.readouterr().err
+    assert message.count("/dev/full cannot be written") == 1
+    assert "No space left on device" in message
+
+
+def test_what_is_not_finite_is_null(tmp_path):
+    t = tracker(tmp_path, "disabled")
+    t.log({"iter": 1, "a": math.nan, "b": math.inf, "c": 1.5})
+    assert read_metrics(t.path) == [{"iter": 1, "a": None, "b": None, "c": 1.5}]

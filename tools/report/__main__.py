@@ -1,0 +1,58 @@
+"""What runs have recorded, side by side.
+
+python -m tools.report out/pre out/post -o report.html      one page, for any browser, without network
+python -m tools.report out/pre out/post --png pictures      pictures for a paper or a README
+python -m tools.report out/pre --text                       a table on the terminal
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from pydantic.dataclasses import dataclass
+
+from configs import STRICT, ConfigError, command_line, user_error
+from tools.report.page import page
+from tools.report.pictures import save_pictures
+from tools.report.runs import load_runs
+from tools.report.text import depth_table
+
+
+@dataclass(frozen=True, config=STRICT)
+class Options:
+    """Compare what runs have recorded, also while they are going."""
+
+    runs: tyro.conf.Positional[tuple[str, ...]]
+    """The folders of 1 to 20 runs, such as out/quickstart."""
+    output: Annotated[str, tyro.conf.arg(aliases=["-o"])] = "report.html"
+    """The page to write."""
+    png: str = ""
+    """Write pictures into this folder instead of a page."""
+    text: bool = False
+    """Print a table by depth instead of a page."""
+
+
+def main(argv: Sequence[str]) -> None:
+    try:
+        options = command_line(Options, argv, "python -m tools.report")
+        runs = load_runs(options.runs)
+        if options.text:
+            print("\n\n".join(f"{run.label}\n{depth_table(run)}" for run in runs))
+        elif options.png:
+            for path in save_pictures(runs, Path(options.png)):
+                print(path)
+        else:
+            output = Path(options.output)
+            output.parent.mkdir(parents=True, exist_ok=True)
+            output.write_text(page(runs), encoding="utf-8")
+            print(f"{output}: open it in a browser")
+    except ConfigError as e:
+        user_error(str(e))
+    except OSError as e:
+        user_error(f"{e.filename} cannot be written: {e.strerror}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
