@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from pydantic.dataclasses import dataclass
 
-from configs import STRICT, ConfigError, command_line, require, user_error
+from configs import STRICT, ConfigError, command_line, user_error
 from data import DataError
 from tools.claims import experiments, page
 from tools.claims.outcome import (
@@ -41,25 +41,26 @@ class Options:
     jobs: int = 2
     """Processes that train at once."""
 
-    def __post_init__(self):
-        require(self.jobs >= 1, f"--jobs is {self.jobs}; it must be at least 1")
-        for word in filter(None, self.only.split(",")):
-            known = word.strip().isdecimal() and int(word) in NUMBERS
+
+def selected(options: Options) -> list[int]:
+    """The claims that were asked for. Raises ConfigError for what cannot be done."""
+    if options.jobs < 1:
+        raise ConfigError(f"--jobs is {options.jobs}; it must be at least 1")
+    if options.write and not importlib.util.find_spec("matplotlib"):
+        raise ConfigError('--write draws with matplotlib, which is missing; pip install -e ".[report]"')
+    words = [word.strip() for word in options.only.split(",")] if options.only else []
+    for word in words:
+        if not (word.isdecimal() and int(word) in NUMBERS):
             span = f"{NUMBERS[0]} to {NUMBERS[-1]}"
-            require(known, f"--only names {word!r}, but the claims are {span}, as in 7,13")
-        drawable = not self.write or importlib.util.find_spec("matplotlib")
-        require(drawable, '--write draws with matplotlib, which is missing; pip install -e ".[report]"')
-
-    @property
-    def selected(self) -> list[int]:
-        return sorted({int(word) for word in self.only.split(",") if word}) or NUMBERS
+            raise ConfigError(f"--only names {word!r}, but the claims are {span}, as in 7,13")
+    return sorted({int(word) for word in words}) or NUMBERS
 
 
-def outcome_of(number: int, options: Options) -> Outcome:
-    """Measured afresh, but for experiments that were not asked for, which are judged by their record."""
+def outcome_of(number: int, options: Options, afresh: bool) -> Outcome:
+    """An experiment that is not to be run `afresh` is judged by its record."""
     if number not in EXPERIMENTS:
         return check_claim(number)
-    if options.quick or number not in options.selected:
+    if not afresh:
         return judge_experiment(number)
     rows = experiments.run(EXPERIMENTS[number], options.jobs)
     if options.write:
@@ -70,9 +71,10 @@ def outcome_of(number: int, options: Options) -> Outcome:
 def main(argv: Sequence[str]) -> None:
     try:
         options = command_line(Options, argv, "python -m tools.claims")
-        outcomes = []
-        for number in NUMBERS if options.write else options.selected:
-            outcomes.append(outcome_of(number, options))
+        asked, outcomes = selected(options), []
+        for number in NUMBERS if options.write else asked:
+            afresh = number in asked and not options.quick
+            outcomes.append(outcome_of(number, options, afresh))
             print(as_text(outcomes[-1]), flush=True)
         if options.write:
             page.write(outcomes)

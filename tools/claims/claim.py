@@ -40,17 +40,13 @@ class Claim:
     """The figures are times, or shares of time, and differ elsewhere."""
 
 
-CLAIMS: dict[int, Claim] = {}
+def claim(number: int, sentence: str, of_this_machine: bool = False) -> Callable[[Callable], Claim]:
+    """Makes a claim of the decorated function, which yields checks."""
 
+    def of(measure: Callable[[], Iterator[Check]]) -> Claim:
+        return Claim(number, sentence, measure, of_this_machine)
 
-def claim(number: int, sentence: str, of_this_machine: bool = False) -> Callable[[Callable], Callable]:
-    """Registers the decorated function, which yields checks, as the measurement of a claim."""
-
-    def register(measure: Callable[[], Iterator[Check]]) -> Callable:
-        CLAIMS[number] = Claim(number, sentence, measure, of_this_machine)
-        return measure
-
-    return register
+    return of
 
 
 # A value that is not a number agrees with nothing: every comparison below is then false.

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 DATASET = "stdlib"
 SHAPE = {"n_layer": 8, "n_head": 4, "n_embd": 64, "block_size": 64, "dtype": "float32"}
-SHORT = {"batch_size": 8, "max_iters": 200, "warmup_iters": 0, "schedule": "constant"}
+SHORT = {"batch_size": 8, "max_iters": 100, "warmup_iters": 0, "schedule": "constant"}
 
 Row = dict[str, Any]
 

@@ -11,8 +11,8 @@ from training.dynamics import depth_names
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-SEEDS = (1, 2, 3)
-LOOKED_AT = (0, 50, SHORT["max_iters"] - 1)  # steps
+SEEDS = (1, 2)
+LOOKED_AT = (0, 25, SHORT["max_iters"] - 1)  # steps
 DEPTHS = [f"residual_rms/{name}" for name in depth_names(SHAPE["n_layer"])]
 
 

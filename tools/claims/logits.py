@@ -11,9 +11,9 @@ from training.probe import Probe
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-SEEDS = (1, 2, 3)
+SEEDS = (1, 2)
 RATES, QK_NORMS = (1e-3, 1e-2), ("off", "head")
-STEPS, SPACING, AVERAGED = 160, 20, 20
+STEPS, SPACING, AVERAGED = 120, 20, 20
 MODEL = {"n_layer": 4, "norm": "rmsnorm", "bias": False}
 
 

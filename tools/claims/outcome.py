@@ -1,10 +1,11 @@
 """All claims by number, and what becomes of one."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Literal
 
-# Importing a module registers its claims.
 from tools.claims import (
     cost,
     gradients,
@@ -17,21 +18,28 @@ from tools.claims import (
     values,
     warmup,
 )
-from tools.claims.claim import CLAIMS, Check, Skipped
+from tools.claims.claim import Check, Claim, Skipped
 from tools.claims.experiments import Experiment, Row, load
 
-EXPERIMENTS: dict[int, Experiment] = {
-    module.EXPERIMENT.number: module.EXPERIMENT for module in (growth, gradients, warmup, logits)
-}
-NUMBERS = sorted([*CLAIMS, *EXPERIMENTS])
 SECTIONS = {
-    "Information and causality": range(1, 5),
-    "Values": range(5, 10),
-    "Jacobians": range(10, 13),
-    "The stream": range(13, 19),
-    "Parameters and optimizer": range(19, 23),
-    "Cost": range(23, 26),
+    "Information and causality": (information,),
+    "Values": (values,),
+    "Jacobians": (jacobians,),
+    "The stream": (stream, growth, gradients, warmup, logits),
+    "Parameters and optimizer": (parameters,),
+    "Cost": (cost,),
 }
+
+
+def defined_in(modules: Iterable[ModuleType], kind: type) -> list:
+    found = [value for module in modules for value in vars(module).values() if isinstance(value, kind)]
+    return sorted(found, key=lambda value: value.number)
+
+
+MODULES = [module for modules in SECTIONS.values() for module in modules]
+CLAIMS: dict[int, Claim] = {claim.number: claim for claim in defined_in(MODULES, Claim)}
+EXPERIMENTS: dict[int, Experiment] = {e.number: e for e in defined_in(MODULES, Experiment)}
+NUMBERS = sorted([*CLAIMS, *EXPERIMENTS])
 DOCS = Path(__file__).parents[2] / "docs"
 
 Verdict = Literal["pass", "FAIL", "skipped", "shown", "not shown"]

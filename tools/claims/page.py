@@ -1,8 +1,8 @@
 """docs/claims.md: what was measured, as a page."""
 
-from tools.claims.claim import Check
-from tools.claims.experiments import load
-from tools.claims.outcome import DOCS, EXPERIMENTS, SECTIONS, Outcome, picture_of, record_of
+from tools.claims.claim import Check, Claim
+from tools.claims.experiments import Experiment, load
+from tools.claims.outcome import DOCS, EXPERIMENTS, SECTIONS, Outcome, defined_in, picture_of, record_of
 
 HEAD = """# Claims about normalization
 
@@ -24,9 +24,10 @@ def write(outcomes: list[Outcome]) -> None:
 
 def as_markdown(outcomes: list[Outcome]) -> str:
     parts = [HEAD, summary(outcomes)]
-    for title, numbers in SECTIONS.items():
+    for title, modules in SECTIONS.items():
+        numbers = {found.number for found in defined_in(modules, Claim | Experiment)}
         parts.append(f"## {title}\n")
-        parts += [claim(outcome) for outcome in outcomes if outcome.number in numbers]
+        parts += [section(outcome) for outcome in outcomes if outcome.number in numbers]
     return "\n".join(parts)
 
 
@@ -36,7 +37,7 @@ def summary(outcomes: list[Outcome]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def claim(outcome: Outcome) -> str:
+def section(outcome: Outcome) -> str:
     lines = [f"### {outcome.number}. {outcome.sentence}", "", f"**{outcome.verdict}**"]
     lines[-1] += f": {outcome.note}" if outcome.verdict == "skipped" else ""
     lines[-1] += f" &nbsp; `python -m tools.claims --only {outcome.number}`"
