@@ -141,12 +141,28 @@ def test_a_killed_process_is_restarted_and_the_run_goes_on(tmp_path):
     argv = (recipe(tmp_path, steps=40), "--eval-interval", 20)
     assert train(*argv, "--run-name", "whole") == 0
     assert train(*argv, "--max-iters", 3) == 0  # an older run of that name
-    process = start(*argv, "--overwrite", processes=2, torchrun=("--max-restarts=2",))
+    process = start(*argv, "--overwrite", processes=2, torchrun=("--standalone", "--max-restarts=2"))
     wait_for(lambda: (tmp_path / "tiny" / "checkpoints" / "step_00000008").exists())
     os.kill(workers(process.pid)[1], signal.SIGKILL)
     code, out, error = finish(process)
     assert code == 0, error
     assert out.count("resuming") == 1
+    assert_same_course(tmp_path / "tiny", tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_a_killed_process_on_another_machine_is_restarted(tmp_path):
+    """Two torchruns, as on two machines; the one with rank 0 does not count the restart as one."""
+    argv = (recipe(tmp_path, steps=40), "--eval-interval", 20, "--overwrite")
+    assert train(*argv, "--run-name", "whole") == 0
+    there = ("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:29713", "--max-restarts=2")
+    own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # as docs/robustness.md says
+    machines = [start(*argv, torchrun=there, **own_store) for _ in range(2)]
+    wait_for(lambda: (tmp_path / "tiny" / "checkpoints" / "step_00000008").exists())
+    os.kill(workers(machines[1].pid)[0], signal.SIGKILL)
+    ends = [finish(machine) for machine in machines]
+    assert [code for code, _, _ in ends] == [0, 0], ends
+    assert sum(out.count("resuming") for _, out, _ in ends) == 1
     assert_same_course(tmp_path / "tiny", tmp_path / "whole")
 
 
