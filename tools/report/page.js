@@ -222,6 +222,11 @@ function timeTraces(quantity, { run, i }) {
   return [{ x: table.steps, y, name: run.label, mode, line: { ...style(i), width: 1.8 } }];
 }
 
+function number(value) {
+  if (value === null) return "–";
+  return value.toLocaleString("en", Number.isInteger(value) ? {} : { maximumSignificantDigits: 4 });
+}
+
 function drawTable() {
   const fields = Object.keys(data.differences);
   const finals = Object.keys(data.runs[0].finals);
@@ -244,7 +249,7 @@ function drawTable() {
     ...fields.map((field) => cell("td", data.differences[field][i])),
     ...finals.map((name) => {
       const value = run.finals[name];
-      return cell("td", value === null ? "–" : value.toLocaleString("en"), name === "best val loss" && value === best);
+      return cell("td", number(value), name === "best val loss" && value === best);
     }),
   ]));
   $("table").replaceChildren(head, ...body);
