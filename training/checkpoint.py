@@ -102,7 +102,7 @@ def save(
     """Writes the checkpoint of step `state.progress.step`; deletes all but the best and the newest `keep`.
 
     weights: tensors by name. about: {"model": ..., "tokenizer": ...}, JSON. val_loss: of exactly this step, or
-    None. Raises OSError when the disk fails, and leaves what was there as it was.
+    None. Raises OSError when the disk fails, or when there is this step already, and leaves all as it was.
     """
     folder = run_dir / "checkpoints"
     final = folder / f"step_{state.progress.step:08d}"
@@ -111,7 +111,6 @@ def save(
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         write(temporary, weights, about, state, val_loss)
-        remove(final)  # a damaged one: a run never comes twice to a step whose checkpoint is whole
         os.replace(temporary, final)
         sync(folder)
     finally:
