@@ -192,7 +192,8 @@ def describe(trainer: Trainer, dataset: Dataset, tell) -> None:
         f"{runtime.world} process(es); {optim.optimizer}, lr {optim.lr:g} to {optim.min_lr:g} ({optim.schedule}), "
         f"warm-up {optim.warmup_iters} of {optim.max_iters} steps\n"
         f"on     {runtime.device.type}, {model.dtype}, stream in {model.residual_dtype}, "
-        f"norms and joins on {norm_path(config, runtime)}{', compiled' if config.run.compile else ''}; seed {config.run.seed}"
+        f"norms and joins on {norm_path(config, runtime)}{', compiled' if config.run.compile else ''}; "
+        f"seed {config.run.seed}"
     )
     if model.norm == "batchnorm":
         tell(
