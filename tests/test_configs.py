@@ -102,7 +102,10 @@ def test_auto_names_a_new_folder(tmp_path):
     ("flags", "says"),
     [
         ("--nrom rmsnorm", "unknown flag --nrom (did you mean --norm?)"),
-        ("--norm rmsnrm", "'--norm'. Expected one of ('layernorm', 'rmsnorm', 'batchnorm') (did you mean rmsnorm?)"),
+        (
+            "--norm rmsnrm",
+            "'--norm'. Expected one of ('layernorm', 'rmsnorm', 'batchnorm') (did you mean rmsnorm?)",
+        ),
         ("--n-layer x", "--n-layer: invalid literal for int() with base 10: 'x'"),
         ("--n-layer 2.5", "'2.5'"),
         ("--n-layer", "missing value for argument '--n-layer'"),
@@ -158,5 +161,5 @@ def test_help_explains_every_flag(capsys):
         load_config(["--help"])
     assert stopped.value.code == 0
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    for words in ("--norm {layernorm,rmsnorm,batchnorm} (x - mean) / std", "--grad-clip FLOAT Largest global gradient norm"):
-        assert words in shown
+    assert "--norm {layernorm,rmsnorm,batchnorm} (x - mean) / std" in shown
+    assert "--grad-clip FLOAT Largest global gradient norm" in shown

@@ -45,7 +45,9 @@ def parts(model: GPT) -> Iterator[tuple[str, nn.Parameter, str]]:
 class Observed(nn.Module):
     """The model as training runs it: (loss, mean square of the stream at every depth [2L + 1] or None).
 
-    The mean squares are float32 means over batch, time and features, computed inside the (compiled) forward.
+    The mean squares are float32 means over batch, time and features, computed inside the (compiled) forward, on the
+    steps that are logged only. They are not taken from the statistics that the fused kernels save: 1 / rstd^2 - eps
+    is the mean square in exact arithmetic, but not in float32 where eps outweighs it.
     """
 
     def __init__(self, model: GPT):

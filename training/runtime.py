@@ -133,8 +133,8 @@ def start(config: Config) -> tuple[Config, Runtime]:
         )
     check_division(config, world)
     config = replace(config, "model", dtype=choose_dtype(config.model.dtype, device))
-    problem = kernels.triton_problem(device) if config.model.kernel == "triton" else None
-    if problem:
+    problem = kernels.triton_problem(kind, config.model.n_embd)
+    if problem and config.model.kernel == "triton":
         raise ConfigError(f"--kernel triton: {problem}")
     if config.run.compile and kind == "cpu" and not any(map(shutil.which, ("g++", "clang++", "c++", "cl"))):
         raise ConfigError(
