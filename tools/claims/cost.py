@@ -6,6 +6,7 @@ import os
 import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from unittest import mock
 
 import torch
@@ -14,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import kernels
 from configs import OptimConfig
-from kernels import aot
+from kernels import aot, bench
 from model import GPT, ModelConfig
 from tools.claims.claim import Skipped, at_least, at_most, claim, control, equal, figure, near
 from tools.claims.small import random
@@ -130,6 +131,20 @@ def compiled(cases: list[aot.Case]) -> list[aot.Finding]:
             return [finding for findings in pool.map(aot.examine, cases) for finding in findings]
 
 
+def share_of_copy(device: str, rounds: int = 20) -> dict[str, float]:
+    """The fraction of a copy's bandwidth that each fused forward reaches on rows of bfloat16."""
+    prepares, rows = {}, bench.GPU_ELEMENTS // WIDTH
+    for function in aot.FUNCTIONS:
+        leaves, _ = bench.make_inputs(function, "rmsnorm", rows, WIDTH, torch.bfloat16, device)
+        call = partial(bench.ours(function, "rmsnorm"), *leaves)
+        prepares[function] = lambda call=call: call
+    copied = bench.copy_bandwidth(device)
+    return {
+        function: aot.LIMITS[function, "forward"][0] * rows * WIDTH / seconds / copied
+        for function, seconds in bench.interleaved(prepares, rounds, device).items()
+    }
+
+
 @claim(24, "Each fused join moves every element once in and once out, and nothing else.")
 def traffic():
     cases = [
@@ -147,6 +162,9 @@ def traffic():
     addition = (6, 10)  # x, s -> r
     apart = [a + b for a, b in zip(addition, moved["norm", "forward"], strict=True)]
     yield control(equal("add_norm as an addition and a norm of its own", apart, moved["add_norm", "forward"]))
+    if torch.cuda.is_available():
+        for function, share in share_of_copy("cuda").items():
+            yield figure(f"{function}, forward: bandwidth over that of a copy", f"{share:.0%}")
     total = 1e6 * 4096 * moved["norm", "forward"][0]
     yield near("GB moved by one million rows of 4096 in bfloat16, norm alone", total / 1e9, 16.4, 0.1)
     yield near("milliseconds of that at 3 TB/s", total / 3e12 * 1e3, 5.5, 0.1)
