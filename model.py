@@ -172,6 +172,11 @@ class Linear(nn.Linear):
         return F.linear(x, self.weight.to(x.dtype), bias)
 
 
+class Dropout(nn.Dropout):
+    def forward(self, x: Tensor) -> Tensor:
+        return kernels.dropout(x, self.p) if self.training else x
+
+
 class Norm(nn.Module):
     """N(x) over the last axis, and the joins' functions, each of which is one of `kernels`."""
 
@@ -302,8 +307,8 @@ class Attention(nn.Module):
         self.q_norm = qk_norm(config.n_head, config)
         self.k_norm = qk_norm(config.kv_heads, config)
         self.rotate = Rope(config) if config.pos == "rope" else nn.Identity()
-        self.grouped = config.kv_heads != config.n_head
-        self.dropout = nn.Dropout(config.dropout)
+        self.how = {"impl": config.kernel}
+        self.dropout = Dropout(config.dropout)
         with torch.no_grad():
             self.qkv.weight[-n_kv:] *= inner_init
 
@@ -312,9 +317,7 @@ class Attention(nn.Module):
         q = self.rotate(self.q_norm(q).transpose(1, 2))  # [B, H, T, head_dim]
         k = self.rotate(self.k_norm(k).transpose(1, 2))
         dropout = self.dropout.p if self.training else 0.0
-        y = F.scaled_dot_product_attention(
-            q, k, v.transpose(1, 2), is_causal=True, dropout_p=dropout, enable_gqa=self.grouped
-        )
+        y = kernels.attend(q, k, v.transpose(1, 2), dropout=dropout, **self.how)
         return self.dropout(self.out(y.transpose(1, 2).flatten(-2)))
 
 
@@ -325,7 +328,7 @@ class MLP(nn.Module):
         self.up = Linear(config.n_embd, config.hidden, config.bias, inner_init)
         self.down = Linear(config.hidden, config.n_embd, config.bias, last_init)
         self.gelu = partial(F.gelu, approximate="tanh" if config.mlp == "gelu_tanh" else "none")
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
 
     def forward(self, h: Tensor) -> Tensor:
         return self.dropout(self.down(self.gelu(self.up(h))))
@@ -340,7 +343,7 @@ class SwiGLU(nn.Module):
         self.gate = Linear(config.n_embd, config.hidden, config.bias, inner_init)
         self.up = Linear(config.n_embd, config.hidden, config.bias, inner_init)
         self.down = Linear(config.hidden, config.n_embd, config.bias, last_init)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
 
     def forward(self, h: Tensor) -> Tensor:
         return self.dropout(self.down(F.silu(self.gate(h)) * self.up(h)))
@@ -445,7 +448,7 @@ class GPT(nn.Module):
         nn.init.normal_(self.embed.weight, std=0.02)
         self.pos_embed = LearnedPositions(config) if config.pos == "learned" else nn.Identity()
         self.embed_norm = make_norm(config.n_embd, config) if config.embed_norm else nn.Identity()
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
         reads_norm = config.placement in ("pre", "sandwich")
         self.entry = make_norm(config.n_embd, config) if reads_norm else Cast()
         mlp = SwiGLU if config.mlp == "swiglu" else MLP

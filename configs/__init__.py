@@ -50,8 +50,8 @@ class OptimConfig:
     """Sequences per optimizer step, over all processes."""
     micro_batch_size: int | None = None
     """Sequences one process runs at once; the rest is accumulated. All of its share if not given."""
-    optimizer: Literal["adamw"] = "adamw"
-    """adamw decays matrices only."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """adamw, or muon for the branches' matrices and adamw for the rest; both at the same lr, and decay matrices only."""
     lr: float = 6e-4
     """Peak learning rate."""
     min_lr: float = 6e-5
