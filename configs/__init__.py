@@ -101,6 +101,8 @@ class RunConfig:
     """auto takes cuda, else mps, else cpu."""
     compile: bool = False
     """torch.compile the model."""
+    activation_checkpointing: bool = False
+    """Compute the inside of every branch again in backward instead of keeping it: slower, and less memory."""
     parallel: Literal["ddp", "fsdp"] = "ddp"
     """How several processes (torchrun) share the work: a copy each, or sharded parameters."""
     log_interval: int = 10
