@@ -3,11 +3,11 @@ PYTHON ?= python3
 PY := .venv/bin/python
 RUNS ?= $(wildcard out/*/)
 
-.PHONY: help setup train test test-all lint format report bench claims
+.PHONY: help setup train test lint report bench claims
 
 help:
 	@echo "make train   train configs/quickstart.toml; ARGS=\"--norm rmsnorm\" passes flags on"
-	@echo "make test    the tests (test-all: with the long ones)"
+	@echo "make test    the tests; ARGS='-m \"slow or browser\"' runs the long ones"
 	@echo "make report  report.html of the runs in out/, or RUNS=\"out/a out/b\""
 	@echo "make bench   the kernels against eager and compiled PyTorch"
 	@echo "make claims  every claim about normalization, checked"
@@ -17,9 +17,7 @@ setup: .venv/run
 train: .venv/run
 	$(PY) train.py configs/quickstart.toml --run-name auto $(ARGS)
 test: .venv/dev
-	$(PY) -m pytest $(ARGS)
-test-all: .venv/dev
-	$(PY) -m pytest -m "" $(ARGS)
+	$(PY) -m pytest -n auto --dist loadfile $(ARGS)
 lint: .venv/dev
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+import kernels
 from configs import Config, ConfigError, load_config, replace, user_error
 from data import DataError, Dataset, check_token_range, ensure_prepared, open_dataset
 from tools.report.runs import load_runs
@@ -190,14 +191,24 @@ def describe(trainer: Trainer, dataset: Dataset, tell) -> None:
         f"step   {optim.batch_size} x {model.block_size} tokens in {trainer.accumulation} micro-batches on "
         f"{runtime.world} process(es); {optim.optimizer}, lr {optim.lr:g} to {optim.min_lr:g} ({optim.schedule}), "
         f"warm-up {optim.warmup_iters} of {optim.max_iters} steps\n"
-        f"on     {runtime.device.type}, {model.dtype}, stream in {model.residual_dtype}, kernels {model.kernel}"
-        f"{', compiled' if config.run.compile else ''}; seed {config.run.seed}"
+        f"on     {runtime.device.type}, {model.dtype}, stream in {model.residual_dtype}, "
+        f"norms and joins on {norm_path(config, runtime)}{', compiled' if config.run.compile else ''}; "
+        f"seed {config.run.seed}"
     )
     if model.norm == "batchnorm":
         tell(
             "warning: batchnorm leaks: in training, every prediction sees later tokens and other sequences through the "
             "statistics, so the training loss means little; read val/loss, which uses running statistics"
         )
+
+
+def norm_path(config: Config, runtime: Runtime) -> str:
+    """What computes norms and joins, and where that is not what a GPU would rather run, why."""
+    kind, model = runtime.device.type, config.model
+    if model.norm == "batchnorm" or model.kernel == "torch" or (model.kernel == "auto" and kind != "cuda"):
+        return "PyTorch"
+    problem = kernels.triton_problem(kind, model.n_embd)
+    return f"PyTorch ({problem})" if problem else "fused Triton kernels"
 
 
 def facts(trainer: Trainer) -> dict[str, Any]:

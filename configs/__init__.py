@@ -7,10 +7,7 @@ flag (`--n-layer`). A mistake in either raises ConfigError, whose message is one
 place, what is wrong and what is allowed.
 """
 
-import contextlib
 import dataclasses
-import difflib
-import io
 import itertools
 import math
 import os
@@ -26,6 +23,8 @@ from pydantic import ConfigDict, ValidationError
 from pydantic.dataclasses import dataclass
 
 from data import DataConfig
+from data.command_line import read_flags
+from data.errors import did_you_mean
 from model import ModelConfig
 
 STRICT = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
@@ -213,7 +212,7 @@ def read_recipe(path: Path) -> Config:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         known = sorted(str(p) for p in Path("configs").glob("*.toml"))
-        raise ConfigError(f"{path} does not exist{nearest(str(path), known)}") from None
+        raise ConfigError(f"{path} does not exist{did_you_mean(str(path), known)}") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as e:
         raise ConfigError(f"{path} cannot be read: {e}") from None
     for key in table.keys() & OWNER.keys():
@@ -225,7 +224,7 @@ def validate(table: dict, place: str) -> Config:
     """The configuration that the tables describe, on top of the defaults."""
     unknown = [key for key in table if key not in SECTIONS]
     if unknown:
-        hint = nearest(unknown[0], SECTIONS)
+        hint = did_you_mean(unknown[0], SECTIONS)
         raise ConfigError(
             f"{place}: unknown table [{unknown[0]}]{hint}; the tables are {', '.join(SECTIONS)}"
         )
@@ -249,21 +248,16 @@ def explain(error: dict, section: str) -> str:
     if error["type"] == "unexpected_keyword_argument":
         if name in OWNER:
             return f"{name} belongs under [{OWNER[name]}], not [{section}]"
-        return f"unknown key {name}{nearest(name, OWNER)}"
+        return f"unknown key {name}{did_you_mean(name, OWNER)}"
     message = error["msg"][0].lower() + error["msg"][1:]
-    hint = nearest(str(error["input"]), re.findall(r"'(.*?)'", error.get("ctx", {}).get("expected", "")))
+    hint = did_you_mean(str(error["input"]), re.findall(r"'(.*?)'", error.get("ctx", {}).get("expected", "")))
     return f"{name} is {error['input']!r}, but {message}{hint}"
-
-
-def nearest(word: str, known) -> str:
-    close = difflib.get_close_matches(word, list(known), n=1)
-    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def parse_flags(argv: Sequence[str], base: Config, prog: str) -> dict:
     """The flags over `base`, as a nested dictionary that is still to be validated."""
     flags = tyro.conf.OmitArgPrefixes[unchecked(Config, base)]
-    return dataclasses.asdict(ask_tyro(flags, argv, f"{prog} [RECIPE.toml]", __help__))
+    return dataclasses.asdict(read_flags(flags, argv, f"{prog} [RECIPE.toml]", __help__, ConfigError))
 
 
 def command_line(cls: Any, argv: Sequence[str], prog: str, description: str | None = None) -> Any:
@@ -272,20 +266,9 @@ def command_line(cls: Any, argv: Sequence[str], prog: str, description: str | No
     A union of dataclasses is a choice of subcommands, and wants a description of the tool.
     """
     try:
-        return ask_tyro(cls, argv, prog, description or cls.__doc__)
+        return read_flags(cls, argv, prog, description or cls.__doc__, ConfigError)
     except ValidationError as e:
         raise ConfigError("; ".join(explain(error, "") for error in e.errors())) from None
-
-
-def ask_tyro(cls: Any, argv: Sequence[str], prog: str, description: str | None) -> Any:
-    box = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(box):
-            return tyro.cli(cls, args=list(argv), prog=prog, description=description)
-    except SystemExit as e:
-        if e.code in (0, None):
-            raise
-        raise ConfigError(unboxed(box.getvalue())) from None
 
 
 def unchecked(cls: type, values: Any) -> type:
@@ -300,21 +283,6 @@ def unchecked(cls: type, values: Any) -> type:
             about = tyro.conf.arg(help=cls.__pydantic_fields__[f.name].description)
             fields.append((f.name, Annotated[f.type, about], dataclasses.field(default=value)))
     return dataclasses.make_dataclass(cls.__name__, fields, namespace={"__doc__": cls.__doc__})
-
-
-def unboxed(text: str) -> str:
-    """The first paragraph of tyro's framed message as one sentence, with the nearest flag to an unknown one."""
-    rows = [line.strip("│ ") for line in text.splitlines() if not line.startswith(("╭", "╰"))]
-    paragraph = " ".join(itertools.takewhile(lambda row: not row.startswith("─"), rows))
-    unknown = re.match(r"Unrecognized options: (\S+?)(,|$)", paragraph)
-    if unknown and unknown[1].startswith("-"):
-        flags = ["--" + name.replace("_", "-") for name in OWNER]
-        return f"unknown flag {unknown[1]}{nearest(unknown[1], flags)}; --help lists them all"
-    if unknown:
-        return f"{unknown[1]} is neither a flag, nor a value that its flag takes, nor a recipe that ends in .toml"
-    choice = re.match(r"invalid choice '(.*?)'.*Expected one of \((.*)\)", paragraph)
-    hint = nearest(choice[1], re.findall(r"'(.*?)'", choice[2])) if choice else ""
-    return paragraph[0].lower() + paragraph[1:].rstrip(".") + hint
 
 
 __help__ = """Train a small GPT and record what its normalization does inside.

@@ -10,6 +10,6 @@ class DataError(ValueError):
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`" (did you mean 'x'?)"` for the known name nearest to `name`, or an empty string."""
+    """`" (did you mean x?)"` for the known name nearest to `name`, or an empty string."""
     nearest = difflib.get_close_matches(name, list(known), n=1)
-    return f" (did you mean {nearest[0]!r}?)" if nearest else ""
+    return f" (did you mean {nearest[0]}?)" if nearest else ""

@@ -15,6 +15,7 @@ from typing import Annotated
 import tyro
 
 from data.build import Amounts, prepare
+from data.command_line import read_flags
 from data.dataset import DATA_ROOT
 from data.errors import DataError
 from data.sources import HuggingFace, StandardLibrary, TextFiles, find_files
@@ -113,9 +114,9 @@ def run(command: Stdlib | Text | Hf) -> None:
 
 def main() -> None:
     description = "Turn text into the token files that train.py reads."
-    command = tyro.cli(Command, prog="python -m data.prepare", description=description)
-    code = 0
+    command, code = None, 0
     try:
+        command = read_flags(Command, sys.argv[1:], "python -m data.prepare", description, DataError)
         run(command)
     except DataError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -111,9 +111,7 @@ def backend(impl, x):
         raise ValueError(f"impl must be 'auto', 'torch' or 'triton', not {impl!r}")
     if impl == "torch" or (impl == "auto" and x.device.type != "cuda"):
         return eager
-    problem = triton_problem(x.device.type)
-    if problem is None and x.shape[-1] > MAX_D:
-        problem = f"The Triton kernels take rows of at most {MAX_D} elements, not {x.shape[-1]}."
+    problem = triton_problem(x.device.type, x.shape[-1])
     if problem is None:
         from . import fused  # imports triton, which does not exist everywhere
 
@@ -123,10 +121,12 @@ def backend(impl, x):
     return eager
 
 
-def triton_problem(device: str) -> str | None:
-    """Why the Triton kernels cannot run on this type of device, in one sentence; None if they can."""
+def triton_problem(device: str, width: int = 1) -> str | None:
+    """Why Triton cannot norm rows of `width` elements on this type of device, in one sentence; None if it can."""
     if not HAS_TRITON:
         return "The Triton kernels need the package triton (Linux only), which is not installed."
+    if width > MAX_D:
+        return f"The Triton kernels take rows of at most {MAX_D} elements, not {width}."
     if INTERPRETED:
         return None
     if device != "cuda":

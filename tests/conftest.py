@@ -2,6 +2,8 @@
 
 import os
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are tiny, and several workers share the cores
+
 import torch
 
 # Without a GPU the Triton kernels run in Triton's interpreter, which is chosen when they are imported.

@@ -73,9 +73,7 @@ def call(case, tensors, impl="triton", eps=EPS, out_dtype=None):
         r, y = kernels.norm_add_norm(t["x"], t["s"], *gains, out_dtype=out_dtype, **settings)
         return {"r": r, "y": y}
     want_sum = case.function == "add_norm"
-    r, y = kernels.add_norm(
-        t["x"], t["s"], weight, bias, out_dtype=out_dtype, want_sum=want_sum, **settings
-    )
+    r, y = kernels.add_norm(t["x"], t["s"], weight, bias, out_dtype=out_dtype, want_sum=want_sum, **settings)
     return {"r": r, "y": y} if want_sum else {"y": y}
 
 

@@ -102,7 +102,10 @@ def test_auto_names_a_new_folder(tmp_path):
     ("flags", "says"),
     [
         ("--nrom rmsnorm", "unknown flag --nrom (did you mean --norm?)"),
-        ("--norm rmsnrm", "'--norm'. Expected one of ('layernorm', 'rmsnorm') (did you mean rmsnorm?)"),
+        (
+            "--norm rmsnrm",
+            "'--norm'. Expected one of ('layernorm', 'rmsnorm', 'batchnorm') (did you mean rmsnorm?)",
+        ),
         ("--n-layer x", "--n-layer: invalid literal for int() with base 10: 'x'"),
         ("--n-layer 2.5", "'2.5'"),
         ("--n-layer", "missing value for argument '--n-layer'"),
@@ -139,7 +142,7 @@ def test_a_mistake_in_the_flags_is_one_sentence(flags, says):
         ("[model]\nn_layer = '4'", "n_layer is '4', but input should be a valid integer"),
         ("[model]\nn_layer = 4.0", "n_layer is 4.0, but input should be a valid integer"),
         ("[model]\nbias = 1", "bias is 1, but input should be a valid boolean"),
-        ("[model]\nnorm = 'rms'", "norm is 'rms', but input should be 'layernorm' or 'rmsnorm'"),
+        ("[model]\nnorm = 'rms'", "norm is 'rms', but input should be 'layernorm', 'rmsnorm' or 'batchnorm'"),
         ("[optim]\nlr = 'fast'", "lr is 'fast', but input should be a valid number"),
         ("model = 3", "model is 3, but it is a table"),
         ("[model\n", "cannot be read"),
@@ -158,5 +161,5 @@ def test_help_explains_every_flag(capsys):
         load_config(["--help"])
     assert stopped.value.code == 0
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    for words in ("--norm {layernorm,rmsnorm} Which norm", "--grad-clip FLOAT Largest global gradient norm"):
-        assert words in shown
+    assert "--norm {layernorm,rmsnorm,batchnorm} (x - mean) / std" in shown
+    assert "--grad-clip FLOAT Largest global gradient norm" in shown

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 
 import train
+from configs import load_config
 from data import load_tokenizer, tokenizer
 from model import GPT, ModelConfig
 from tools import convert, sample
@@ -214,6 +215,7 @@ def test_train_starts_from_a_converted_model(tmp_path, capsys):
     torch.save(nanogpt_checkpoint(bias=True), tmp_path / "ckpt.pt")
     convert.main(["from-nanogpt", str(tmp_path / "ckpt.pt"), "-o", str(tmp_path / "ours")])
     flags = capsys.readouterr().out.split("--init-from ")[1].split()[1:]
+    assert load_config(flags).model == load_model(tmp_path / "ours").config
     (tmp_path / "bard").mkdir()
     for part in ("train", "val"):
         torch.arange(400).remainder(23).to(torch.uint16).numpy().tofile(tmp_path / "bard" / f"{part}.bin")

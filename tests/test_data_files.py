@@ -194,7 +194,7 @@ def test_a_missing_data_set_names_the_nearest_and_the_way_to_make_one(tmp_path):
     with pytest.raises(DataError) as caught:
         open_dataset("shakespear", root=tmp_path)
     message = str(caught.value)
-    assert "did you mean 'shakespeare'?" in message
+    assert "did you mean shakespeare?" in message
     assert "python -m data.prepare" in message
 
 

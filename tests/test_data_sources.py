@@ -67,7 +67,7 @@ def test_jsonl(tmp_path):
         (b'["text"]', "line 2: expected an object with a column 'text'"),
         (
             b'{"texts": "", "id": 1}',
-            r"line 2 has no column 'text' \(did you mean 'texts'\?\).*one of: texts, id",
+            r"line 2 has no column 'text' \(did you mean texts\?\).*one of: texts, id",
         ),
         (b'{"text": 5}', "line 2: column 'text' holds int, not text"),
     ],
@@ -168,7 +168,7 @@ def test_hugging_face_mistakes(hugging_face, hub_folder, tmp_path):
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged" / "train.parquet").write_bytes(b"no table" * 100)
     mistakes = {
-        "has no column 'txt' (did you mean 'text'?); pass --column with one of: text, id": {"column": "txt"},
+        "has no column 'txt' (did you mean text?); pass --column with one of: text, id": {"column": "txt"},
         "column 'id' holds int, not text": {"column": "id"},
         "cannot be read: Bad split: dev. Available splits: ['train', 'test']": {"split": "dev"},
         "cannot be read: BuilderConfig 'large' not found. Available: ['default']": {"config": "large"},

@@ -82,7 +82,7 @@ def test_an_unknown_character_is_named(unknown):
 
 
 def test_unknown_tokenizer():
-    with pytest.raises(DataError, match=r"no tokenizer 'cl100k-base' \(did you mean 'cl100k_base'\?\)"):
+    with pytest.raises(DataError, match=r"no tokenizer 'cl100k-base' \(did you mean cl100k_base\?\)"):
         load_tokenizer({"name": "cl100k-base"})
     with pytest.raises(DataError, match="no tokenizer 'None'"):
         load_tokenizer({})

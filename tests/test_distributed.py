@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from distributed_worker import CASES, measure
-from tiny_runs import STEPS, before_step, finish, launch, recipe, rows, saved, start, train, wait_for
+from tiny_runs import before_step, finish, launch, recipe, rows, saved, start, train, wait_for
 
 from configs import load_config
 from training.runtime import Runtime, accumulation
@@ -39,7 +39,7 @@ def compared(tmp_path_factory) -> tuple[Path, dict]:
 def test_two_processes_train_as_one(compared, parallel, case):
     file, found = compared
     together, alone = found[f"{parallel} {case}"], measure(ALONE, str(file), CASES[case])
-    exact = case not in ("bfloat16", "float16")  # there, another order of summation is another rounding
+    exact = case not in ("bfloat16", "float16")  # where another order of summation is another rounding
     loss_tolerance, tolerance = (1e-5, 1e-4) if exact else (2e-3, 3e-2)
     for ours, theirs in zip(together["rows"], alone["rows"], strict=True):
         assert ours.keys() == theirs.keys()
@@ -47,9 +47,9 @@ def test_two_processes_train_as_one(compared, parallel, case):
         assert ours == pytest.approx(theirs, rel=tolerance, abs=1e-7)
     assert together["val_loss"] == pytest.approx(alone["val_loss"], rel=loss_tolerance)
     assert together["tied"] == alone["tied"] == ("--no-tie-embeddings" not in CASES[case])
-    assert together["weights"] == pytest.approx(alone["weights"], rel=1e-3)
-    losses = [row["train/loss"] for row in alone["rows"]]
-    assert losses[-1] < losses[0] - 0.05  # it has learned, so the updates were compared and not the start
+    assert min(together["moved"], alone["moved"]) > 0.1  # so that not the start is compared
+    if exact:
+        assert together["weights"] == pytest.approx(alone["weights"], rel=1e-3)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -141,12 +141,28 @@ def test_a_killed_process_is_restarted_and_the_run_goes_on(tmp_path):
     argv = (recipe(tmp_path, steps=40), "--eval-interval", 20)
     assert train(*argv, "--run-name", "whole") == 0
     assert train(*argv, "--max-iters", 3) == 0  # an older run of that name
-    process = start(*argv, "--overwrite", processes=2, torchrun=("--max-restarts=2",))
+    process = start(*argv, "--overwrite", processes=2, torchrun=("--standalone", "--max-restarts=2"))
     wait_for(lambda: (tmp_path / "tiny" / "checkpoints" / "step_00000008").exists())
     os.kill(workers(process.pid)[1], signal.SIGKILL)
     code, out, error = finish(process)
     assert code == 0, error
     assert out.count("resuming") == 1
+    assert_same_course(tmp_path / "tiny", tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_a_killed_process_on_another_machine_is_restarted(tmp_path):
+    """Two torchruns, as on two machines; the one with rank 0 does not count the restart as one."""
+    argv = (recipe(tmp_path, steps=40), "--eval-interval", 20, "--overwrite")
+    assert train(*argv, "--run-name", "whole") == 0
+    there = ("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:29713", "--max-restarts=2")
+    own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # as docs/robustness.md says
+    machines = [start(*argv, torchrun=there, **own_store) for _ in range(2)]
+    wait_for(lambda: (tmp_path / "tiny" / "checkpoints" / "step_00000008").exists())
+    os.kill(workers(machines[1].pid)[0], signal.SIGKILL)
+    ends = [finish(machine) for machine in machines]
+    assert [code for code, _, _ in ends] == [0, 0], ends
+    assert sum(out.count("resuming") for _, out, _ in ends) == 1
     assert_same_course(tmp_path / "tiny", tmp_path / "whole")
 
 

@@ -10,7 +10,7 @@ from dynamics_cases import DIVERGING, tiny_trainer, train_here
 import train
 from configs import load_config
 from training.checkpoint import check, load_trainer
-from training.divergence import EXIT_CODE, Guard, advise, diagnose
+from training.divergence import EXIT_CODE, FailedState, Guard, advise, diagnose
 from training.dynamics import branch_names
 from training.trainer import Trainer
 
@@ -91,8 +91,8 @@ def test_a_failed_step_changes_nothing_and_neither_does_any_after_it(tmp_path):
     assert int(trainer.failed_step) == 3
     assert all(torch.equal(a, b) for a, b in zip(before, weights(trainer), strict=True))
     after = trainer.state()[1]
-    for name, moment in moments["optimizer"].items():
-        assert all(torch.equal(moment[k], after["optimizer"][name][k]) for k in moment), name
+    for name, moment in moments.items():
+        assert all(torch.equal(moment[k], after[name][k]) for k in moment), name
     found = diagnose(trainer, 3, {})
     assert "nats above the lowest one logged" in found.cause
 
@@ -197,21 +197,21 @@ def test_the_replay_fails_at_the_same_place(diverged, capsys, monkeypatch):
 def test_the_replay_of_a_healthy_step_says_so(diverged, capsys):
     """Control: with the poison taken out the same step does not fail."""
     folder, _, _, _ = diverged
-    state = load_trainer(check(folder / "diverged"))
+    state = load_trainer(check(folder / "diverged"), FailedState)
     config = load_config([str(folder / "config.toml")])
     trainer = tiny_trainer(folder.parent, *DIVERGING)
     for index in range(8):
         trainer.step(index, False)
     assert trainer.config.model == config.model
     tokens, targets = trainer.batches.batch(8, range(4))
-    assert torch.equal(state["tokens"], tokens)
-    assert torch.equal(state["targets"], targets)
-    assert diagnose(trainer, 8, state["healthy"]) is None
+    assert torch.equal(state.tokens, tokens)
+    assert torch.equal(state.targets, targets)
+    assert diagnose(trainer, 8, state.healthy) is None
 
 
 def test_replay_of_what_is_no_diverged_folder_is_one_sentence(diverged, capsys):
     folder, *_ = diverged
-    for path, words in [(folder, "holds no checkpoint"), (folder / "nothing", "does not exist")]:
+    for path, words in [(folder, "is not the `diverged` folder"), (folder / "nothing", "does not exist")]:
         with pytest.raises(SystemExit) as end:
             train.main(["--replay", str(path)])
         assert end.value.code == 2

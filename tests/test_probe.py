@@ -58,8 +58,8 @@ def expected(model: GPT, before: dict) -> dict[str, float]:
     for i in range(2):
         weights = book.weights[i]
         surprise = torch.where(weights > 0, -weights * weights.clamp(min=1e-300).log(), 0.0)
-        values[f"attn_logit_max/layer_{i:02d}"] = float(book.logits[i].abs().max())
-        values[f"attn_entropy/layer_{i:02d}"] = float(surprise.sum(-1).mean())
+        values[f"attn_logit_max/layer_{i:02d}"] = book.logits[i].abs().max().item()
+        values[f"attn_entropy/layer_{i:02d}"] = surprise.sum(-1).mean().item()
     for name, p in model.named_parameters():
         if part_of(name) == "norms" and name.endswith("weight"):
             top, *rest = name.removesuffix(".weight").split(".")

@@ -1,6 +1,5 @@
 """Going on with a run is the run that never stopped; and what may not be gone on with."""
 
-import os
 import shutil
 import signal
 
@@ -8,7 +7,7 @@ import pytest
 import torch
 from tiny_runs import STEPS, assert_same_end, before_step, recipe, rows, saved, train
 
-from training import checkpoint, trainer
+from training import checkpoint, folder, trainer
 from training.stop import EXIT_STOPPED
 
 FLOAT16 = ("--dtype", "float16", "--residual-dtype", "compute")
@@ -26,30 +25,30 @@ def undisturbed(request, tmp_path, monkeypatch):
 
 
 def test_a_run_that_stops_after_every_step_is_the_run_that_never_stopped(undisturbed, monkeypatch):
-    folder, argv = undisturbed
+    place, argv = undisturbed
     argv = (*argv, "--run-name", "stopped")
     for step in range(1, STEPS):
         with monkeypatch.context() as patch:
             before_step(patch, step, lambda: signal.raise_signal(signal.SIGUSR1))
             assert train(*argv, *(("--resume",) if step > 1 else ())) == EXIT_STOPPED
-        assert saved(folder / "stopped")[1].progress.step == step
+        assert saved(place / "stopped")[1].progress.step == step
     assert train(*argv, "--resume") == 0
-    assert_same_end(folder / "stopped", folder / "whole")
+    assert_same_end(place / "stopped", place / "whole")
 
 
 @pytest.mark.parametrize("undisturbed", ["float16"], indirect=True)
 @pytest.mark.parametrize("step", [1, 5, 8, 12])
 def test_a_crash_costs_the_steps_since_the_checkpoint_and_nothing_else(undisturbed, monkeypatch, step):
-    folder, argv = undisturbed
+    place, argv = undisturbed
     argv = (*argv, "--run-name", "crashed")
     with monkeypatch.context() as patch:
         before_step(patch, step, lambda: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             train(*argv)
-    assert saved(folder / "crashed")[1].progress.step < step
+    assert saved(place / "crashed")[1].progress.step < step
     assert train(*argv, "--resume") == 0
-    assert_same_end(folder / "crashed", folder / "whole")
-    iterations = [row["iter"] for row in rows(folder / "crashed")]
+    assert_same_end(place / "crashed", place / "whole")
+    iterations = [row["iter"] for row in rows(place / "crashed")]
     assert iterations == sorted(set(iterations))
     assert iterations[0] == 0
 
@@ -79,9 +78,9 @@ def test_harmless_changes_are_accepted_and_told(stopped, capsys):
     out = capsys.readouterr().out
     for line in ("max_iters was 12 and is 14", "eval_interval was 3 and is 4", "log_interval was 2 and is 1"):
         assert line in out
-    folder = stopped[0].parent
-    assert saved(folder / "tiny")[1].progress.step == 14
-    assert "max_iters = 14" in (folder / "tiny" / "config.toml").read_text()
+    place = stopped[0].parent
+    assert saved(place / "tiny")[1].progress.step == 14
+    assert "max_iters = 14" in (place / "tiny" / "config.toml").read_text()
 
 
 @pytest.mark.parametrize(
@@ -126,27 +125,27 @@ def test_resume_needs_a_run(tmp_path, capsys):
 
 
 def test_init_from_starts_at_step_0_from_weights_only(stopped, capsys):
-    folder = stopped[0].parent
+    place = stopped[0].parent
     assert (
-        train(*stopped, "--init-from", folder / "tiny", "--run-name", "tuned", "--lr", "0", "--min-lr", "0")
+        train(*stopped, "--init-from", place / "tiny", "--run-name", "tuned", "--lr", "0", "--min-lr", "0")
         == 0
     )
     assert "weights from" in capsys.readouterr().out
-    (theirs, _), (ours, state) = saved(folder / "tiny"), saved(folder / "tuned")
+    (theirs, _), (ours, state) = saved(place / "tiny"), saved(place / "tuned")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)  # a rate of 0 has left them alone
     assert state.progress.step == STEPS
-    assert rows(folder / "tuned")[0]["iter"] == 0
+    assert rows(place / "tuned")[0]["iter"] == 0
 
 
 def test_init_from_survives_a_kill_before_the_first_interval(stopped, monkeypatch):
-    folder = stopped[0].parent
+    place = stopped[0].parent
     argv = (*stopped, "--run-name", "tuned", "--lr", "0", "--min-lr", "0")
     before_step(monkeypatch, 1, lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        train(*argv, "--init-from", folder / "tiny")
+        train(*argv, "--init-from", place / "tiny")
     monkeypatch.undo()
     assert train(*argv, "--resume") == 0
-    theirs, ours = saved(folder / "tiny")[0], saved(folder / "tuned")[0]
+    theirs, ours = saved(place / "tiny")[0], saved(place / "tuned")[0]
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
@@ -159,24 +158,26 @@ def test_init_from_survives_a_kill_before_the_first_interval(stopped, monkeypatc
     ],
 )
 def test_init_from_another_model_is_refused(stopped, capsys, flags, says):
-    folder = stopped[0].parent
-    assert train(*stopped, "--init-from", folder / "tiny", "--run-name", "tuned", *flags) == 2
+    place = stopped[0].parent
+    assert train(*stopped, "--init-from", place / "tiny", "--run-name", "tuned", *flags) == 2
     assert says in capsys.readouterr().err
-    assert not (folder / "tuned").exists()
+    assert not (place / "tuned").exists()
 
 
 def test_init_from_tells_what_the_weights_were_trained_with(stopped, capsys):
-    folder = stopped[0].parent
-    assert train(*stopped, "--init-from", folder / "tiny", "--run-name", "tuned", "--dropout", "0") == 0
+    place = stopped[0].parent
+    assert train(*stopped, "--init-from", place / "tiny", "--run-name", "tuned", "--dropout", "0") == 0
     assert "dropout was 0.1 in" in capsys.readouterr().out
 
 
 def test_a_restart_by_torchrun_goes_on_with_its_own_run_only(stopped, monkeypatch, capsys):
     """The same command line again: without a flag, and with one that would delete what it goes on with."""
     launched = stopped[0].parent / "tiny" / ".launch"
+    assert launched.read_text() == ""
     assert train(*stopped) == 2  # started again by hand
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    mine = launched.read_text()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "any")
+    assert train(*stopped) == 2  # by torchrun for the first time
+    mine = folder.launch()
     launched.write_text(mine + "0")  # of another torchrun: an older run of the same name
     assert train(*stopped) == 2
     assert "already holds a run" in capsys.readouterr().err
@@ -188,8 +189,8 @@ def test_a_restart_by_torchrun_goes_on_with_its_own_run_only(stopped, monkeypatc
 
 def test_a_restart_before_the_first_checkpoint_starts_over(tmp_path, monkeypatch, capsys):
     (tmp_path / "tiny" / "checkpoints" / ".writing_step_00000000").mkdir(parents=True)
-    (tmp_path / "tiny" / ".launch").write_text(f"{os.uname().nodename}:{os.getppid()}")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "any")
+    (tmp_path / "tiny" / ".launch").write_text(folder.launch())
     assert train(recipe(tmp_path)) == 0
     assert "resuming" not in capsys.readouterr().out
     assert checkpoint.newest(tmp_path / "tiny").step == STEPS
@@ -207,3 +208,12 @@ def test_a_finished_run_that_is_resumed_changes_nothing(tmp_path):
     before = rows(tmp_path / "tiny"), saved(tmp_path / "tiny")[1].progress
     assert train(*argv, "--resume") == 0
     assert (rows(tmp_path / "tiny"), saved(tmp_path / "tiny")[1].progress) == before
+
+
+def test_only_a_step_that_was_evaluated_competes_for_the_best(tmp_path):
+    """A checkpoint between two evaluations carries no loss, which would be an older step's."""
+    assert train(recipe(tmp_path), "--keep-checkpoints", "9") == 0
+    found = checkpoint.listed(tmp_path / "tiny" / "checkpoints")
+    losses = {row["iter"]: row["val/loss"] for row in rows(tmp_path / "tiny") if "val/loss" in row}
+    assert {0, 4, 8, 12} <= {c.step for c in found}
+    assert all(c.val_loss == (losses.get(c.step) if c.step else None) for c in found)

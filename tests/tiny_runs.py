@@ -64,23 +64,28 @@ def train(*argv) -> int:
     return 0
 
 
-def environment(**changes: str) -> dict[str, str]:
-    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | changes
-
-
 def start(
-    *argv, processes: int = 1, torchrun: tuple[str, ...] = (), program: str = "train.py"
+    *argv, processes: int = 1, torchrun: tuple[str, ...] = (), program: str = "train.py", **environment: str
 ) -> subprocess.Popen:
     """train.py in a process of its own, or in several under torchrun."""
-    several = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", *torchrun)
-    command = [sys.executable, *(several if processes > 1 else ()), program, *map(str, argv)]
+    several = (
+        "-m",
+        "torch.distributed.run",
+        *(torchrun or ("--standalone",)),
+        f"--nproc-per-node={processes}",
+    )
+    command = [sys.executable, *(several if processes > 1 or torchrun else ()), program, *map(str, argv)]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | environment
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment())
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=env)
 
 
-def finish(process: subprocess.Popen, timeout: float = 240) -> tuple[int, str, str]:
+def finish(process: subprocess.Popen, timeout: float = 600) -> tuple[int, str, str]:
     """(exit code, standard output, standard error)."""
-    out, err = process.communicate(timeout=timeout)
+    try:
+        out, err = process.communicate(timeout=timeout)
+    finally:
+        process.kill()
     return process.returncode, out, err
 
 

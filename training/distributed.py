@@ -33,11 +33,9 @@ def shard(model: GPT, runtime: Runtime) -> None:
 
 
 def replicate(module: nn.Module, runtime: Runtime) -> nn.Module:
-    """DistributedDataParallel; gradients are averaged over the processes by backward, and buffers are alike by themselves."""
+    """DistributedDataParallel; gradients are averaged over the processes by backward."""
     devices = [runtime.device.index] if runtime.device.type == "cuda" else None
-    return DistributedDataParallel(
-        module, device_ids=devices, gradient_as_bucket_view=True, broadcast_buffers=False
-    )
+    return DistributedDataParallel(module, device_ids=devices, gradient_as_bucket_view=True)
 
 
 def pool_statistics(model: GPT, runtime: Runtime) -> None:

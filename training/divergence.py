@@ -271,11 +271,11 @@ class Replay(Trainer):
 def replay(config: Config, runtime: Runtime) -> None:
     """Repeats the failed step of `config.start.replay`; raises Diverged with the report if it fails again."""
     path = Path(config.start.replay)
+    if not (path / "report.txt").exists():
+        raise checkpoint.CheckpointError(f"{path} is not the `diverged` folder that a run leaves behind")
     found = checkpoint.check(path)
     if isinstance(found, str):
         raise checkpoint.CheckpointError(found)
-    if not (path / "report.txt").exists():
-        raise checkpoint.CheckpointError(f"{path} is a checkpoint, not the diverged folder of a run")
     weights, _ = checkpoint.read_model(path)
     state = checkpoint.load_trainer(found, FailedState)
     torch.manual_seed(config.run.seed)

@@ -53,10 +53,9 @@ class RunFolder:
     def restarted(self) -> bool:
         """Whether `torchrun --max-restarts` has started this very run before, which then goes on by itself."""
         try:
-            before = (self.path / ".launch").read_text(encoding="utf-8")
+            return launch() == (self.path / ".launch").read_text(encoding="utf-8") != ""
         except OSError:
             return False
-        return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0 and before == launch()
 
     def take(self) -> None:
         """Locks the folder until `release`, or until the process ends in whatever way."""
@@ -108,8 +107,16 @@ class RunFolder:
 
 
 def launch() -> str:
-    """Names the torchrun that has started this process; it survives its restarts."""
-    return f"{socket.gethostname()}:{os.getppid()}"
+    """Names the torchrun that has started this process, the same after its restarts; empty without torchrun.
+
+    torchrun's own count of restarts would not do: one that another machine has caused is not counted.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return ""
+    agent, born = os.getppid(), ""
+    with contextlib.suppress(OSError):  # Linux; a number of a process alone may come again
+        born = Path(f"/proc/{agent}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
+    return f"{socket.gethostname()}:{agent}:{born}"
 
 
 @contextlib.contextmanager

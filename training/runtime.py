@@ -135,18 +135,30 @@ def start(config: Config) -> tuple[Config, Runtime]:
         raise ConfigError("optimizer muon needs whole matrices, which parallel fsdp shards; take --parallel ddp")
     check_division(config, world)
     config = replace(config, "model", dtype=choose_dtype(config.model.dtype, device))
-    problem = kernels.triton_problem(device) if config.model.kernel == "triton" else None
-    if problem:
+    problem = kernels.triton_problem(kind, config.model.n_embd)
+    if problem and config.model.kernel == "triton":
         raise ConfigError(f"--kernel triton: {problem}")
     if config.run.compile and kind == "cpu" and not any(map(shutil.which, ("g++", "clang++", "c++", "cl"))):
         raise ConfigError(
             "--compile needs a C++ compiler on the CPU, and none was found; install g++ or leave it out"
         )
     if world > 1:
-        dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+        join("nccl" if kind == "cuda" else "gloo")
         control = dist.new_group(backend="gloo") if kind == "cuda" else dist.group.WORLD
         return config, Runtime(device, dist.get_rank(), world, control)
     return config, Runtime(device)
+
+
+def join(backend: str) -> None:
+    """Meets the other processes of the run.
+
+    torchrun on one machine keeps its store when it restarts the processes, and they would find in it the
+    addresses of the dead. On several machines the restarts are not counted alike, and tell nothing.
+    """
+    store, rank, world = next(dist.rendezvous("env://"))
+    if os.environ.get("GROUP_WORLD_SIZE") == "1":
+        store = dist.PrefixStore(f"restart_{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world)
 
 
 def stop() -> None:

@@ -37,8 +37,28 @@ function layout(changes) {
   };
 }
 
-const plot = (id, traces, changes) =>
+// A chart is drawn when it comes into view: a phone need not draw fifty at once.
+const waiting = new Map();
+const inView = new IntersectionObserver(
+  (entries) => entries.filter((e) => e.isIntersecting).forEach((e) => drawNow(e.target.id)), { rootMargin: "400px" },
+);
+
+function drawNow(id) {
+  const make = waiting.get(id);
+  waiting.delete(id);
+  if (!make) return;
+  const [traces, changes] = make();
   Plotly.react(id, traces, layout(changes), { displayModeBar: false, responsive: true });
+}
+
+// make() gives [traces, changes of the layout]; observing anew reports at once whether the chart is in view.
+function plot(id, make) {
+  waiting.set(id, make);
+  inView.unobserve($(id));
+  inView.observe($(id));
+}
+
+addEventListener("beforeprint", () => [...waiting.keys()].forEach(drawNow));
 
 function yaxis(quantity, traces) {
   if (!quantity.log) return {};
@@ -67,7 +87,11 @@ function ticks(low, high) {
 const positive = (quantity, v) => (quantity.log && v !== null && v <= 0 ? null : v);
 
 function figures(parent, entries) {
-  $(parent).innerHTML = "";
+  for (const chart of $(parent).querySelectorAll(".chart")) {
+    waiting.delete(chart.id);
+    inView.unobserve(chart);
+  }
+  $(parent).replaceChildren();
   for (const { id, title, about } of entries) {
     const figure = document.createElement("figure");
     const caption = document.createElement("figcaption");
@@ -84,23 +108,22 @@ function figures(parent, entries) {
 }
 
 function drawLoss() {
-  const traces = [];
-  for (const { run, i } of shown()) {
-    const { color, dash } = style(i);
-    const scale = state.axis === "tokens" ? run.tokensPerStep : 1;
-    for (const [kind, width, opacity] of [["train", 1, 0.55], ["val", 2.4, 1]]) {
-      const [steps, y] = run.loss[kind];
-      traces.push({
-        x: steps.map((s) => s * scale), y, name: `${run.label}, ${kind}`, opacity,
-        mode: kind === "val" ? "lines+markers" : "lines",
-        line: { color, dash: kind === "val" ? dash : "solid", width }, marker: { color, size: 6 },
-      });
-    }
-  }
-  plot("loss", traces, {
+  plot("loss", () => [shown().flatMap(lossTraces), {
     xaxis: { title: { text: state.axis } },
     yaxis: { title: { text: "nats per token" }, type: state.log ? "log" : "linear" },
-  });
+  }]);
+}
+
+function lossTraces({ run, i }) {
+  const { color, dash } = style(i);
+  const scale = state.axis === "tokens" ? run.tokensPerStep : 1;
+  const look = {
+    train: { mode: "lines", opacity: 0.55, line: { color, width: 1 } },
+    val: { mode: "lines+markers", line: { color, dash, width: 2.4 }, marker: { color, size: 6 } },
+  };
+  return Object.entries(run.loss).map(([kind, [steps, y]]) => (
+    { x: steps.map((step) => step * scale), y, name: `${run.label}, ${kind}`, ...look[kind] }
+  ));
 }
 
 // The last recorded row at or before the chosen step; the first one if there is none.
@@ -112,24 +135,25 @@ function rowAt(table, step) {
 
 function drawProfiles() {
   for (const quantity of recorded) {
-    const traces = [];
-    for (const { run, i } of shown()) {
-      const table = run.tables[quantity.id];
-      if (!table) continue;
-      const values = table.values[rowAt(table, state.step)];
-      for (const [kind, indices] of kinds(quantity, table)) {
-        traces.push({
-          x: indices.map((k) => table.heights[k]),
-          y: indices.map((k) => positive(quantity, values[k])),
-          text: indices.map((k) => table.places[k]),
-          hovertemplate: "%{text}: %{y:.4g}", name: run.label, mode: "lines+markers",
-          line: { ...style(i), width: 1.8 },
-          marker: { color: style(i).color, size: run.layers > 24 ? 3 : 5, symbol: GAIN_MARKERS[kind] || "circle" },
-        });
-      }
-    }
-    plot(`profile-${quantity.id}`, traces, { xaxis: { title: { text: "layer" } }, yaxis: yaxis(quantity, traces) });
+    plot(`profile-${quantity.id}`, () => {
+      const traces = shown().flatMap((entry) => profileTraces(quantity, entry));
+      return [traces, { xaxis: { title: { text: "layer" } }, yaxis: yaxis(quantity, traces) }];
+    });
   }
+}
+
+function profileTraces(quantity, { run, i }) {
+  const table = run.tables[quantity.id];
+  if (!table) return [];
+  const values = table.values[rowAt(table, state.step)];
+  return [...kinds(quantity, table)].map(([kind, indices]) => ({
+    x: indices.map((k) => table.heights[k]),
+    y: indices.map((k) => positive(quantity, values[k])),
+    text: indices.map((k) => table.places[k]),
+    hovertemplate: "%{text}: %{y:.4g}", name: run.label,
+    mode: run.layers > 24 ? "lines" : "lines+markers", line: { ...style(i), width: 1.8 },
+    marker: { color: style(i).color, size: 5, symbol: GAIN_MARKERS[kind] || "circle" },
+  }));
 }
 
 // Places at a depth, in groups that a line may join: the gains of each kind of norm are a line of their own.
@@ -157,7 +181,7 @@ function drawHeats() {
   const [low, high] = extent(rows.flatMap(({ z }) => z.flat()).filter((v) => v !== null));
   entries.forEach(({ i }, n) => {
     const { table, keep, z } = rows[n];
-    plot(`heat-${i}`, [{
+    plot(`heat-${i}`, () => [[{
       type: "heatmap", x: table.steps, y: keep.map((k) => table.places[k]), z, zmin: low, zmax: high,
       customdata: keep.map((k) => table.values.map((row) => row[k])),
       hovertemplate: "step %{x}<br>%{y}: %{customdata:.4g}<extra></extra>",
@@ -165,7 +189,7 @@ function drawHeats() {
     }], {
       xaxis: { title: { text: "steps" } },
       yaxis: { type: "category", nticks: 8, tickfont: { size: 10 } }, margin: { l: 84, r: 0, t: 8, b: 36 },
-    });
+    }]);
   });
 }
 
@@ -183,15 +207,24 @@ function summarize(values, places) {
 
 function drawTimes() {
   for (const quantity of recorded) {
-    const traces = shown().filter(({ run }) => run.tables[quantity.id]).map(({ run, i }) => {
-      const table = run.tables[quantity.id];
-      return {
-        x: table.steps, y: table.values.map((row) => positive(quantity, summarize(row, table.places))),
-        name: run.label, mode: table.steps.length > 1 ? "lines" : "markers", line: { ...style(i), width: 1.8 },
-      };
+    plot(`time-${quantity.id}`, () => {
+      const traces = shown().flatMap((entry) => timeTraces(quantity, entry));
+      return [traces, { xaxis: { title: { text: "steps" } }, yaxis: yaxis(quantity, traces) }];
     });
-    plot(`time-${quantity.id}`, traces, { xaxis: { title: { text: "steps" } }, yaxis: yaxis(quantity, traces) });
   }
+}
+
+function timeTraces(quantity, { run, i }) {
+  const table = run.tables[quantity.id];
+  if (!table) return [];
+  const y = table.values.map((row) => positive(quantity, summarize(row, table.places)));
+  const mode = table.steps.length > 1 ? "lines" : "markers";
+  return [{ x: table.steps, y, name: run.label, mode, line: { ...style(i), width: 1.8 } }];
+}
+
+function number(value) {
+  if (value === null) return "–";
+  return value.toLocaleString("en", Number.isInteger(value) ? {} : { maximumSignificantDigits: 4 });
 }
 
 function drawTable() {
@@ -216,7 +249,7 @@ function drawTable() {
     ...fields.map((field) => cell("td", data.differences[field][i])),
     ...finals.map((name) => {
       const value = run.finals[name];
-      return cell("td", value === null ? "–" : value.toLocaleString("en"), name === "best val loss" && value === best);
+      return cell("td", number(value), name === "best val loss" && value === best);
     }),
   ]));
   $("table").replaceChildren(head, ...body);

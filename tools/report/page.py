@@ -39,8 +39,7 @@ def plotly_script() -> str:
 
 def page_data(runs: list[Run]) -> dict[str, Any]:
     """What page.js draws; numbers to five digits, None where one was not finite."""
-    depths = sum(2 * run.n_layer + 1 for run in runs)
-    limit = min(max(CELLS // (depths * len(QUANTITIES)), STEPS[0]), STEPS[1])
+    limit = steps_shown([run.n_layer for run in runs])
     return {
         "quantities": [
             {"id": q.id, "title": q.title, "about": q.about, "log": q.log, "gains": q.name == "gain"}
@@ -49,6 +48,12 @@ def page_data(runs: list[Run]) -> dict[str, Any]:
         "runs": [run_data(run, limit) for run in runs],
         "differences": differences(runs),
     }
+
+
+def steps_shown(layers: list[int]) -> int:
+    """How many steps each table keeps, for runs of so many layers."""
+    depths = sum(2 * n + 1 for n in layers)
+    return min(max(CELLS // (depths * len(QUANTITIES)), STEPS[0]), STEPS[1])
 
 
 def run_data(run: Run, limit: int) -> dict[str, Any]:

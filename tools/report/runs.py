@@ -6,6 +6,7 @@ import math
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,15 @@ class Run:
     def tokens_per_step(self) -> int:
         return self.config["optim"]["batch_size"] * self.config["model"]["block_size"]
 
+    @cached_property
+    def sections(self) -> dict[str, list[dict[str, Any]]]:
+        """The rows that have names of each section, `residual_rms` for `residual_rms/embed`."""
+        found: dict[str, list] = {}
+        for row in self.rows:
+            for section in {key.partition("/")[0] for key in row}:
+                found.setdefault(section, []).append(row)
+        return found
+
     def series(self, key: str, limit: int | None = None) -> tuple[list[int], list[float | None]]:
         """(steps, values) of one name, at most `limit` of them."""
         rows = thin([row for row in self.rows if key in row], limit)
@@ -79,7 +89,7 @@ class Run:
         """One quantity at every place, bottom to top, at no more than `limit` steps."""
         prefix = f"{quantity.name}/"
 
-        rows = thin([row for row in self.rows if any(key.startswith(prefix) for key in row)], limit)
+        rows = thin(self.sections.get(quantity.name, []), limit)
         keys = [k for k in (rows[-1] if rows else {}) if k.startswith(prefix) and k.endswith(quantity.suffix)]
         places = sorted((k.removeprefix(prefix).removesuffix(quantity.suffix) for k in keys), key=height)
         steps = [row["iter"] for row in rows]

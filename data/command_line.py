@@ -1,0 +1,51 @@
+"""Flags through tyro, whose framed messages become the one sentence that a mistake gets everywhere else."""
+
+import contextlib
+import io
+import itertools
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import tyro
+
+from data.errors import did_you_mean
+
+
+def read_flags(
+    cls: Any, argv: Sequence[str], prog: str, description: str | None, mistake: type[ValueError]
+) -> Any:
+    """What tyro makes of a command line. Raises `mistake`, in one sentence; `--help` exits with 0."""
+    box = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(box):
+            return tyro.cli(cls, args=list(argv), prog=prog, description=description)
+    except SystemExit as e:
+        if e.code in (0, None):
+            raise
+        raise mistake(unboxed(box.getvalue())) from None
+
+
+def unboxed(text: str) -> str:
+    """The first paragraph of tyro's framed message as one sentence, with the nearest flag to an unknown one."""
+    rows = [line.strip("│ ") for line in text.splitlines() if not line.startswith(("╭", "╰"))]
+    first = list(itertools.takewhile(lambda row: not row.startswith("─"), rows))
+    paragraph = " ".join(first)
+    unknown = re.match(r"Unrecognized.*? options: (\S+?)[, ]", paragraph + " ")
+    if unknown and unknown[1].startswith("-"):
+        return f"unknown flag {unknown[1]}{did_you_mean(unknown[1], flags_in(rows))}; --help lists them all"
+    if unknown:
+        return f"{unknown[1]} is neither a flag nor a value that its flag takes; --help lists what there is"
+    if paragraph.startswith("Missing from"):
+        return f"{' and '.join(flags_in(first))} must be given; --help explains"
+    union = re.match(r"Error parsing (\S+): no type matching (\S+) could.*? from \['(.*?)'\]", paragraph)
+    if union:
+        return f"{union[1]} is {union[3]!r}, but it takes {union[2].replace('|', ' or ')}"
+    choice = re.match(r"invalid choice '(.*?)'.*Expected one of \((.*)\)", paragraph)
+    hint = did_you_mean(choice[1], re.findall(r"'(.*?)'", choice[2])) if choice else ""
+    return paragraph[0].lower() + paragraph[1:].rstrip(".") + hint
+
+
+def flags_in(rows: list[str]) -> list[str]:
+    """The flags whose help the rows of a framed message begin with."""
+    return [row.split()[0] for row in rows if re.match(r"--[a-z]", row)]

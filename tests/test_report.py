@@ -1,0 +1,307 @@
+"""The page, the pictures and the table, from runs whose numbers are known; the page in a real browser."""
+
+import json
+import math
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from dynamics_cases import train_here
+
+from configs import Config, replace, to_toml
+from tools.report.__main__ import main
+from tools.report.page import page_data, short, steps_shown
+from tools.report.pictures import COLOURS, DASHES
+from tools.report.runs import QUANTITIES, differences, finals, height, labels, load_runs, thin
+from tools.report.text import depth_table
+from training.dynamics import branch_names, depth_names, part_names
+
+PLACEMENTS = ("pre", "post", "output", "sandwich")
+CHARTS = [q.id for q in QUANTITIES]
+
+
+def write_run(folder: Path, n_layer: int = 3, steps: int = 20, cut: bool = False, **model) -> Path:
+    """A run whose stream RMS is 1 + depth index, times 20 at the end; logits 0.5 to 8."""
+    folder.mkdir(parents=True)
+    config = replace(Config(), "model", n_layer=n_layer, **model)
+    (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
+    rows = []
+    for step in range(0, steps + 1, 5):
+        row = {"iter": step, "tokens": 100 * step, "val/loss": 5.0 - step / 10}
+        grown = 20.0 if step == steps else 1.0
+        row |= {"train/loss": 5.5 - step / 10, "perf/tokens_per_s": 1000.0}
+        row |= {f"residual_rms/{d}": (1.0 + i) * grown for i, d in enumerate(depth_names(n_layer))}
+        row |= {f"grad_norm/{d}": 1.0 / (1 + i) for i, d in enumerate(part_names(n_layer))}
+        row |= {f"stream_grad_rms/{d}": 1e-4 * (1 + i) for i, d in enumerate(depth_names(n_layer))}
+        for i, b in enumerate(branch_names(n_layer)):
+            row |= {f"branch_rms/{b}": 0.1 * (1 + i), f"angle_deg/{b}": 40.0 - i, f"update_ratio/{b}": 1e-3}
+            row |= {f"gain/{b}.next_norm.mean": 1.0, f"gain/{b}.next_norm.max": 1.5}
+        for i in range(n_layer):
+            row |= {
+                f"attn_logit_max/layer_{i:02d}": 8.0 if step == steps else 0.5,
+                f"attn_entropy/layer_{i:02d}": 1.0,
+            }
+        rows.append(row)
+    lines = [json.dumps(row) + "\n" for row in rows]
+    lines += ['{"iter": 25, "tok'] if cut else []
+    (folder / "metrics.jsonl").write_text("".join(lines), encoding="utf-8")
+    return folder
+
+
+def test_tables_hold_the_recorded_numbers_bottom_to_top(tmp_path):
+    (run,) = load_runs([write_run(tmp_path / "a", n_layer=11, cut=True)])
+    table = run.table(QUANTITIES[0])
+    assert table.steps == [0, 5, 10, 15, 20]
+    assert table.places == depth_names(11), "layer_10 comes after layer_02"
+    assert table.values[0] == [float(i) for i in range(1, 24)]
+    gains = run.table(QUANTITIES[-1])
+    assert gains.places[0] == "layer_00.attn.next_norm"
+    assert set(gains.values[0]) == {1.5}
+    parts = run.table(next(q for q in QUANTITIES if q.name == "grad_norm"))
+    assert parts.places[-2:] == ["head", "norms"]
+
+
+def test_every_quantity_of_a_real_run_is_found(tmp_path):
+    """The names that are read are those that training writes."""
+    (run,) = load_runs([train_here(tmp_path, "--qk-norm", "head", "--placement", "sandwich")])
+    for quantity in QUANTITIES:
+        table = run.table(quantity)
+        assert table.steps, quantity.id
+        assert all(v is not None for row in table.values for v in row), quantity.id
+    read = {q.name for q in QUANTITIES} | {"train", "val", "perf", "iter", "tokens"}
+    assert {key.partition("/")[0] for row in run.rows for key in row} == read
+
+
+@pytest.mark.parametrize(
+    ("place", "layers"),
+    [("embed", 0), ("entry", 0), ("layer_00.attn", 0.5), ("layer_07", 7.5), ("layer_11.mlp.out_norm", 12)],
+)
+def test_heights(place, layers):
+    assert height(place)[0] == layers
+    assert height("head")[0] == height("norms")[0] == math.inf
+
+
+def test_thinning_keeps_both_ends():
+    rows = thin(list(range(1000)), 7)
+    assert (rows[0], rows[-1], len(rows)) == (0, 999, 7)
+    assert thin([1, 2], 7) == [1, 2]
+
+
+def test_labels_tell_runs_apart():
+    assert labels([Path("/x/a"), Path("/x/b")]) == ["a", "b"]
+    assert labels([Path("/x/p/a"), Path("/x/q/a")]) == ["p/a", "q/a"]
+    assert len(set(labels([Path("/x/a"), Path("/x/a")]))) == 2
+
+
+def test_differences_and_finals(tmp_path):
+    runs = load_runs([write_run(tmp_path / p, placement=p, n_head=4) for p in PLACEMENTS])
+    assert differences(runs) == {"placement": list(PLACEMENTS)}
+    assert finals(runs[0]) == {
+        **{"step": 20, "val loss": 3.0, "best val loss": 3.0, "train loss": 3.5},
+        **{"largest stream RMS": 140.0, "tokens/s": 1000.0},
+    }
+
+
+def test_twenty_runs_have_twenty_lines():
+    assert len({(COLOURS[i % len(COLOURS)], DASHES[i % len(DASHES)]) for i in range(20)}) == 20
+
+
+def test_numbers_on_the_page():
+    assert [short(v) for v in (None, math.nan, 1.23456789, 3, 1.23456789e-7)] == [
+        None,
+        None,
+        1.2346,
+        3,
+        1.2346e-7,
+    ]
+
+
+def test_deep_and_many_runs_stay_small(tmp_path):
+    assert [steps_shown(layers) for layers in ([4], [96], [12] * 20, [96] * 20)] == [250, 250, 250, 40]
+    (run,) = load_runs([write_run(tmp_path / "long", n_layer=1, steps=5 * 300)])
+    steps = page_data([run])["runs"][0]["tables"]["residual_rms"]["steps"]
+    assert (steps[0], steps[-1], len(steps)) == (0, 1500, 250)
+
+
+def test_the_table_marks_what_grew_more_than_tenfold(tmp_path):
+    (run,) = load_runs([write_run(tmp_path / "a")])
+    lines = depth_table(run).splitlines()
+    assert lines[0].split("  ")[-1].strip() == "largest logit"
+    assert [line.split()[0] for line in lines[1:]] == depth_names(3)
+    assert re.search(
+        r"layer_01\.attn +4 → 80 +0\.25 → 0\.25 +0\.5 → 8  stream RMS x20  largest logit x16$", lines[4]
+    )
+    assert lines[1].endswith("1 → 1                        stream RMS x20")
+
+
+def test_the_table_of_a_deep_model_is_short_and_keeps_the_ends_and_the_marks(tmp_path):
+    folder = write_run(tmp_path / "deep", n_layer=48)
+    text = (folder / "metrics.jsonl").read_text().splitlines()
+    last = json.loads(text[-1])
+    last |= {k: v / 20 for k, v in last.items() if k.startswith("residual_rms/")}
+    last |= {f"attn_logit_max/layer_{i:02d}": 0.5 for i in range(48)} | {"residual_rms/layer_33.attn": 1e5}
+    (folder / "metrics.jsonl").write_text("\n".join([*text[:-1], json.dumps(last)]) + "\n")
+    (run,) = load_runs([folder])
+    shown = [line.split()[0] for line in depth_table(run).splitlines()[1:]]
+    assert shown[0] == "embed"
+    assert shown[-1] == "layer_47.mlp"
+    assert "layer_33.attn" in shown
+    assert len(shown) <= 14
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda f: [], "name the runs"),
+        (lambda f: [f / "pree"], "did you mean"),
+        (lambda f: [(f / "empty").mkdir() or f / "empty"], "is not a run: it has no config.toml"),
+        (
+            lambda f: [((f / "pre" / "metrics.jsonl").write_text("") and None) or f / "pre"],
+            "recorded nothing yet",
+        ),
+        (lambda f: [(f / "pre" / "metrics.jsonl").write_text("{oh\n") and f / "pre"], "cannot be read"),
+    ],
+)
+def test_mistakes_are_one_sentence(make, words, tmp_path, capsys):
+    write_run(tmp_path / "pre")
+    with pytest.raises(SystemExit) as end:
+        main([str(path) for path in make(tmp_path)])
+    assert end.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("module", "flags"), [("plotly", []), ("matplotlib", ["--png"])])
+def test_without_the_extra_it_says_how_to_get_it(module, flags, tmp_path, monkeypatch, capsys):
+    for name in [name for name in sys.modules if name.split(".")[0] == module]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, module, None)
+    run, where = str(write_run(tmp_path / "a")), str(tmp_path / "pictures")
+    with pytest.raises(SystemExit) as end:
+        main([run, *flags, where] if flags else [run, "-o", str(tmp_path / "r.html")])
+    assert end.value.code == 2
+    assert (
+        f"need{'s' if module == 'plotly' else ''} {module}; install it with `pip install -e '.[report]'`"
+        in (capsys.readouterr().err)
+    )
+    assert main([run, "--text"]) is None, "the table needs neither"
+
+
+def test_pictures(tmp_path, monkeypatch):
+    kept = [q for q in QUANTITIES if q.id in ("residual_rms", "gain_mean")]
+    monkeypatch.setattr("tools.report.pictures.QUANTITIES", kept)
+    runs = [str(write_run(tmp_path / p, placement=p, n_head=4)) for p in PLACEMENTS[:2]]
+    main([*runs, "--png", str(tmp_path / "png")])
+    written = sorted(path.name for path in (tmp_path / "png").iterdir())
+    expected = [
+        "loss.png",
+        "overview.png",
+        *(f"{c}_{kind}.png" for c in ("gain_mean", "residual_rms") for kind in ("heat", "profile")),
+    ]
+    assert written == sorted(expected)
+    assert all(path.stat().st_size > 5000 for path in (tmp_path / "png").iterdir())
+
+
+@pytest.fixture(scope="module")
+def browser():
+    playwright = pytest.importorskip("playwright.sync_api")
+    with playwright.sync_playwright() as p:
+        chromium = p.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
+
+
+def opened(browser, path: Path, width: int, scheme: str):
+    """The page at a window's width, and lists that its faults and requests are put into."""
+    faults, requests = [], []
+    tab = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    tab.on("pageerror", lambda e: faults.append(str(e)))
+    tab.on("console", lambda m: faults.append(m.text) if m.type in ("error", "warning") else None)
+    tab.on("request", lambda r: requests.append(r.url))
+    tab.goto(path.as_uri())
+    tab.wait_for_function("document.querySelectorAll('.js-plotly-plot').length > 0")
+    return tab, faults, requests
+
+
+def draw_all(tab) -> None:
+    """Charts that are out of view too, as for printing."""
+    tab.evaluate("dispatchEvent(new Event('beforeprint'))")
+
+
+def charts(tab) -> dict[str, int]:
+    """Number of traces with at least one number, of every chart."""
+    draw_all(tab)
+    return tab.evaluate(
+        """() => Object.fromEntries([...document.querySelectorAll('.js-plotly-plot')].map((c) => [c.id,
+             c.data.filter((t) => (t.z ? t.z.flat() : t.y).some((v) => v !== null)).length]))"""
+    )
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize(("width", "scheme"), [(390, "light"), (1440, "dark")])
+def test_the_page_in_a_browser(width, scheme, browser, tmp_path):
+    runs = [str(write_run(tmp_path / p, placement=p, n_head=4, cut=p == "post")) for p in PLACEMENTS]
+    main([*runs, "-o", str(tmp_path / "report.html")])
+    tab, faults, requests = opened(browser, tmp_path / "report.html", width, scheme)
+    everything = {"loss": 8, **{f"heat-{i}": 1 for i in range(4)}}
+    everything |= {f"{kind}-{c}": 4 for kind in ("profile", "time") for c in CHARTS}
+    assert charts(tab) == everything
+    assert tab.evaluate("document.documentElement.scrollWidth") == width, "nothing sticks out"
+    ground = tab.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert ground == {"light": "rgb(255, 255, 255)", "dark": "rgb(20, 23, 27)"}[scheme]
+    assert tab.locator("#table tr").count() == 5
+    assert tab.locator("#table").inner_text().count("sandwich") == 2
+    assert (faults, requests) == ([], [(tmp_path / "report.html").as_uri()])
+    tab.close()
+
+
+@pytest.mark.browser
+def test_the_page_follows_its_controls(browser, tmp_path):
+    runs = [str(write_run(tmp_path / p, placement=p, n_head=4)) for p in PLACEMENTS]
+    main([*runs, "-o", str(tmp_path / "report.html")])
+    tab, faults, _ = opened(browser, tmp_path / "report.html", 1440, "light")
+
+    def y(chart, trace=0):
+        draw_all(tab)
+        return tab.evaluate(f"document.getElementById('{chart}').data[{trace}].y")
+
+    assert y("profile-residual_rms") == [20 * (1 + i) for i in range(7)]
+    tab.locator("#step").fill("0")
+    assert y("profile-residual_rms") == [1 + i for i in range(7)]
+    assert tab.locator("#step-shown").inner_text() == "0"
+    assert y("time-residual_rms") == [7, 7, 7, 7, 140]
+    tab.locator("#place").select_option("layer_00.mlp")
+    assert y("time-residual_rms") == [3, 3, 3, 3, 60]
+    assert y("time-attn_logit_max") == [0.5, 0.5, 0.5, 0.5, 8], "of the layer"
+    tab.locator("#heat-quantity").select_option("angle_deg")
+    draw_all(tab)
+    assert tab.evaluate("document.getElementById('heat-0').data[0].zmax") == 40
+    tab.locator("#loss-axis").select_option("tokens")
+    draw_all(tab)
+    assert tab.evaluate("document.getElementById('loss').data[0].x")[1] == 5 * 12 * 1024
+    tab.locator("#runs button").nth(1).click()
+    assert charts(tab)["profile-residual_rms"] == 3
+    tab.locator("#runs button").nth(2).dblclick()
+    assert charts(tab)["profile-residual_rms"] == 1
+    tab.locator("#runs button").nth(2).dblclick()
+    assert charts(tab)["profile-residual_rms"] == 4
+    tab.emulate_media(color_scheme="dark")
+    tab.wait_for_function("document.querySelector('#runs line').getAttribute('stroke') === '#4DA3E0'")
+    assert faults == []
+    tab.close()
+
+
+@pytest.mark.browser
+def test_twenty_deep_runs_in_a_browser(browser, tmp_path):
+    runs = [str(write_run(tmp_path / f"run_{i:02d}", n_layer=96)) for i in range(20)]
+    main([*runs, "-o", str(tmp_path / "report.html")])
+    tab, faults, _ = opened(browser, tmp_path / "report.html", 390, "light")
+    drawn = tab.locator(".js-plotly-plot").count()
+    assert 0 < drawn < 10, "only what is in view"
+    found = charts(tab)
+    assert found["loss"] == 40
+    assert {found[f"profile-{c}"] for c in CHARTS} == {20}
+    assert tab.evaluate("document.documentElement.scrollWidth") == 390
+    assert faults == []
+    tab.close()

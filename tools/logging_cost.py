@@ -1,0 +1,113 @@
+"""What looking inside costs: steps with and without it, taken in turns in one process.
+
+python -m tools.logging_cost configs/shakespeare_char.toml
+"""
+
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from configs import Config, ConfigError, load_config, replace, user_error
+from data import DataError, ensure_prepared, open_dataset
+from training.probe import Probe
+from training.runtime import start
+from training.tracker import Tracker
+from training.trainer import Trainer
+
+ROUNDS = 15
+
+
+@dataclass(frozen=True)
+class LoggingCost:
+    """Median times in milliseconds, and the intervals they are spread over."""
+
+    step_ms: float
+    logged_ms: float
+    """What a logged step takes longer: statistics, transfer, metrics.jsonl and wandb."""
+    look_ms: float
+    """What a closer look takes, with the copy of the parameters before it."""
+    log_interval: int
+    probe_interval: int
+
+    @property
+    def share(self) -> float:
+        """The share of the throughput that is lost to logging, at these intervals."""
+        extra = self.logged_ms / self.log_interval
+        extra += self.look_ms / self.probe_interval if self.probe_interval else 0.0
+        return extra / (self.step_ms + extra)
+
+    def __str__(self) -> str:
+        return (
+            f"a step takes {self.step_ms:.2f} ms; logging it {self.logged_ms:.2f} ms more, a closer look "
+            f"{self.look_ms:.1f} ms; every {self.log_interval} and {self.probe_interval} steps that is "
+            f"{self.share:.2%} of the throughput"
+        )
+
+
+def measure(config: Config, rounds: int = ROUNDS) -> LoggingCost:
+    """The cost of logging on this machine, for a configuration as `load_config` gives it.
+
+    A round is log_interval steps without logging, as many with the last one logged, and a closer look. The device
+    is waited for at the end of each, so what logging makes the host wait is counted. Raises ConfigError, DataError.
+    """
+    config, runtime = start(config)
+    ensure_prepared(config.data.dataset)
+    dataset = open_dataset(config.data.dataset)
+    config = replace(config, "model", vocab_size=config.model.vocab_size or dataset.vocab_size)
+    trainer = Trainer(config, runtime, dataset)
+    probe = Probe(trainer.model, trainer.windows, trainer.norms)
+    step = 0
+
+    def steps(watch_last: bool) -> dict[str, float]:
+        nonlocal step
+        for i in range(config.run.log_interval):
+            values = trainer.step(step, watch := watch_last and i == config.run.log_interval - 1)
+            step += 1
+        return trainer.row(values, step - 1) if watch else {}
+
+    def logged() -> None:
+        tracker.log({"iter": step} | steps(watch_last=True))
+
+    def look() -> None:
+        probe.remember()
+        tracker.log({"iter": step} | probe.measure(trainer.scale.scale))
+
+    kinds = (lambda: steps(watch_last=False), logged, look)
+    with tempfile.TemporaryDirectory() as folder:
+        tracker = Tracker(Path(folder), config, {}, None)
+        for kind in kinds:  # compilation and first allocations
+            kind()
+        times = [[seconds(kind, runtime.device) for kind in kinds] for _ in range(rounds)]
+        tracker.close(0)
+    plain, extra, closer = (
+        1000 * statistics.median(column)
+        for column in zip(*((plain, log - plain, closer) for plain, log, closer in times), strict=True)
+    )
+    n = config.run.log_interval
+    return LoggingCost(plain / n, extra, closer, n, config.run.probe_interval)
+
+
+def seconds(work: Callable[[], object], device: torch.device) -> float:
+    begin = time.perf_counter()
+    work()
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize()
+    return time.perf_counter() - begin
+
+
+def main(argv: Sequence[str]) -> None:
+    try:
+        config = load_config(argv, "python -m tools.logging_cost")
+        print(f"{config.run.run_name}: {measure(config)}")
+    except (ConfigError, DataError) as e:
+        user_error(str(e))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
