@@ -15,7 +15,7 @@ from .reference import promote
 class CpuRMSNorm(torch.autograd.Function):
     """RMSNorm of x [..., D] in float32 or float64, with weight [D] in x's dtype.
 
-    With t = dy * x, dweight = sum rstd * t and dx = rstd * dy * weight - x * rstd^3 * (t . weight) / D: so t
+    With t = dy * x, dweight = sum rstd * t and dx = rstd * (dy * weight - x * rstd^2 * (t . weight) / D): so t
     is read by two products with a vector, and then its memory holds dx.
     """
 
@@ -32,9 +32,9 @@ class CpuRMSNorm(torch.autograd.Function):
         x, weight, rstd = ctx.saved_tensors
         t = dy * x
         dweight = rstd.flatten() @ t.reshape(-1, t.shape[-1])
-        along = (t @ weight).unsqueeze(-1).mul_(rstd).mul_(rstd).mul_(rstd)  # [..., 1]
-        dx = torch.mul(dy, weight, out=t).mul_(rstd)
-        return dx.addcmul_(x, along, value=-1 / x.shape[-1]), dweight, None
+        along = (t @ weight).unsqueeze(-1).mul_(rstd).mul_(rstd)  # [..., 1]
+        dx = torch.mul(dy, weight, out=t).addcmul_(x, along, value=-1 / x.shape[-1])
+        return dx.mul_(rstd), dweight, None
 
 
 def normalize(x, weight, bias, kind, eps):

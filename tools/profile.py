@@ -28,7 +28,15 @@ from data import DataError
 from model import GPT, Norm
 from tools.throughput import Steps, check_rounds, in_turn, lines, matrix_rate, relative, switches
 
-CLASSES = ("matrix products", "attention", "norms and joins", "other elementwise", "compiled", "optimizer", "data")
+CLASSES = (
+    "matrix products",
+    "attention",
+    "norms and joins",
+    "other elementwise",
+    "compiled",
+    "optimizer",
+    "data",
+)
 MARK = "class: "
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::linear", "aten::matmul")
 NORM_FLOPS = {"layernorm": 16, "rmsnorm": 12, "batchnorm": 16}  # operations per element, forward and backward

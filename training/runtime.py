@@ -132,7 +132,9 @@ def start(config: Config) -> tuple[Config, Runtime]:
             f"run on {kind}; start one"
         )
     if config.optim.optimizer == "muon" and config.run.parallel == "fsdp" and world > 1:
-        raise ConfigError("optimizer muon needs whole matrices, which parallel fsdp shards; take --parallel ddp")
+        raise ConfigError(
+            "optimizer muon needs whole matrices, which parallel fsdp shards; take --parallel ddp"
+        )
     check_division(config, world)
     config = replace(config, "model", dtype=choose_dtype(config.model.dtype, device))
     problem = kernels.triton_problem(kind, config.model.n_embd)
