@@ -56,9 +56,9 @@ class Observed(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor, watch: bool) -> tuple[Tensor, Tensor | None]:
         if not watch:
-            return self.model(tokens, targets)[1], None
+            return self.model.loss(tokens, targets), None
         squares: list[Tensor] = []
-        _, loss = self.model(tokens, targets, watch=lambda x: squares.append(mean_square(x)))
+        loss = self.model.loss(tokens, targets, watch=lambda x: squares.append(mean_square(x)))
         return loss, torch.stack(squares)
 
 
