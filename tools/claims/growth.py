@@ -63,7 +63,7 @@ def draw(rows: list[Row]) -> "Figure":
 
 EXPERIMENT = Experiment(
     number=15,
-    sentence="The stream's RMS grows with depth and with training in pre, output and sandwich; in post every join holds it.",
+    sentence="The stream's RMS grows with depth and training in pre, output and sandwich; in post every join holds it.",
     setting=f"{SHAPE['n_layer']} layers, width {SHAPE['n_embd']}, learning rate 1e-3, {SHORT['max_iters']} steps, "
     f"means over seeds {', '.join(map(str, SEEDS))}",
     jobs=[{"placement": placement, "seed": seed} for seed in SEEDS for placement in PLACEMENTS],
