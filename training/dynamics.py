@@ -63,7 +63,10 @@ class Observed(nn.Module):
 
 
 def mean_square(x: Tensor) -> Tensor:
-    """The mean of x^2 over every axis, a scalar in float32 (float64 for float64)."""
+    """The mean of x^2 over every axis, a scalar in float32 (float64 for float64).
+
+    Not by way of a norm, whose sum loses four digits over ten million numbers on the CPU.
+    """
     x = x.detach()
     return x.to(torch.promote_types(x.dtype, torch.float32)).square().mean()
 
