@@ -7,7 +7,7 @@ bfloat16, with fused AdamW, gradient clipping and the same micro-batches. Prints
 
     {"device": name of the GPU, "torch": its version, "tokens_per_step": tokens of one optimizer step,
      "ours" and "nanogpt": {"tokens_per_s": median over the rounds, "mfu": share of the device's peak or null,
-                            "peak_gib": memory that PyTorch reserved at most},
+                            "peak_gib": most memory allocated while it ran, with both models there},
      "ratio": {"median": ours over nanogpt within a round, "low": first quartile, "high": third quartile}}
 """
 
@@ -108,7 +108,7 @@ def nanogpt(options: Options, trainer: Trainer) -> Callable[[int], None]:
 
 
 def seconds(step: Callable[[int], None], first: int, count: int) -> tuple[float, int]:
-    """(seconds per step, most memory reserved meanwhile)."""
+    """(seconds per step, most memory allocated meanwhile)."""
     torch.cuda.reset_peak_memory_stats()
     torch.cuda.synchronize()
     begin = time.perf_counter()

@@ -52,6 +52,8 @@ class Options:
     """Flags of train.py, in quotes: --train "--norm rmsnorm --batch-size 16"."""
     rounds: int = 10
     """Steps of every setting that are measured."""
+    compiled: bool = True
+    """Also compile the model, which takes a minute or two."""
     switches: bool = False
     """Instead: the speed of every norm, placement and qk_norm relative to pre LayerNorm."""
     json: str = ""
@@ -179,20 +181,19 @@ def norm_flops(model: GPT) -> int:
     return NORM_FLOPS[model.config.norm] * elements + 2 * len(model.joins) * model.config.n_embd
 
 
-def modes(config: Config) -> dict[str, Config]:
-    """Eager, compiled and fused, as far as this machine has them."""
-    eager = replace(replace(config, "model", kernel="torch"), "run", compile=False)
-    found = {"torch": eager, "eager": replace(eager, "model", kernel="auto")}
-    with contextlib.suppress(ConfigError):
-        compiled = replace(eager, "run", compile=True)
-        Steps(compiled)
-        found["compiled"] = compiled
+def modes(config: Config, compiled: bool) -> dict[str, Steps]:
+    """PyTorch's own operators; ours (on CUDA the fused kernels); and compiled, where there is a compiler."""
+    torch_only = replace(replace(config, "model", kernel="torch"), "run", compile=False)
+    found = {"torch": Steps(torch_only), "eager": Steps(replace(torch_only, "model", kernel="auto"))}
+    if compiled:
+        with contextlib.suppress(ConfigError):  # no C++ compiler
+            found["compiled"] = Steps(replace(torch_only, "run", compile=True))
     return found
 
 
-def measure(config: Config, rounds: int) -> dict[str, Any]:
+def measure(config: Config, rounds: int, compiled: bool) -> dict[str, Any]:
     """FLOPs, shares of time, the ceiling, and the modes' speed relative to PyTorch's own operators."""
-    runs = {name: Steps(c) for name, c in modes(config).items()}
+    runs = modes(config, compiled)
     times = relative(in_turn(runs, rounds), "torch")
     count = flops(runs["eager"])
     trainer = runs["eager"].trainer
@@ -260,7 +261,7 @@ def main(argv: Sequence[str]) -> None:
             found = switches(config, options.rounds)
             print("\n".join(lines(found)))
         else:
-            found = measure(config, options.rounds)
+            found = measure(config, options.rounds, options.compiled)
             tell(found)
         if options.json:
             Path(options.json).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
