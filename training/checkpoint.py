@@ -333,14 +333,16 @@ def find(directory: str | Path, which: str = "latest") -> Path:
 
 
 def load_model(directory: str | Path, which: str = "latest") -> GPT:
-    """The GPT of a run, a checkpoint or a converted model, in evaluation mode, on the CPU, float32.
+    """The GPT of a run, a checkpoint or a converted model, in evaluation mode, on the CPU.
+
+    It computes in float32, whatever it was trained in, on any machine.
 
     which: "latest" or "best", for a run. Raises CheckpointError in one sentence.
     """
     path = find(directory, which)
     weights, about = read_model(path)
     check_weights(sketch(about["model"], weights, path), weights, path)
-    model = GPT(ModelConfig(**about["model"]))
+    model = GPT(ModelConfig(**about["model"] | {"dtype": "float32", "kernel": "auto"}))
     with torch.no_grad():
         for name, own in model_weights(model).items():
             own.copy_(weights[name])
