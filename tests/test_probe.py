@@ -8,7 +8,7 @@ from dynamics_cases import CASES, Textbook, known_model, rms, tiny_trainer, toke
 
 from model import GPT, ModelConfig, Norm, PreJoin
 from training.dynamics import PartNorms, branch_names, depth_names
-from training.probe import JoinRecord, Probe, mean_angle
+from training.probe import JoinRecord, Probe, mean_angle, stream_gradients
 from training.runtime import Runtime
 
 
@@ -190,6 +190,16 @@ def test_low_precision_agrees_with_float32(dtype, tmp_path):
     values = Probe(low.model, low.windows, low.norms).measure(low.scale.scale)
     for key, value in right.items():
         assert values[key] == pytest.approx(value, rel=0.05, abs=1e-6), key
+
+
+def test_the_loss_scale_keeps_a_float16_gradient_from_underflowing():
+    x = torch.ones(3, 4, dtype=torch.float16, requires_grad=True)
+
+    def look(scale):
+        return stream_gradients((1e-9 * x.float()).sum(), [x], scale)["stream_grad_rms/embed"].item()
+
+    assert look(2.0**16) == pytest.approx(1e-9, rel=1e-3)
+    assert look(1.0) == 0, "control"
 
 
 def test_the_gradient_of_a_fused_sum_includes_what_flows_through_its_norm():
