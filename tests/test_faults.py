@@ -42,7 +42,7 @@ def argv(tmp_path) -> tuple[Path]:
 
 def killed_runs(folder: Path, kills: int, seed: int) -> None:
     """Kills a run at random moments until it has been killed so often, and lets it end."""
-    argv = (recipe(folder, steps=15 * kills), "--checkpoint-interval", 1, "--eval-interval", 7)
+    argv = (recipe(folder, steps=8 * kills), "--checkpoint-interval", 1, "--eval-interval", 7)
     assert launch(*argv, "--run-name", "whole")[0] == 0
     rng, run_dir, killed = random.Random(seed), folder / "killed", 0
     for _ in range(kills):

@@ -64,13 +64,13 @@ def expected(model: GPT, before: dict) -> dict[str, float]:
         if part_of(name) == "norms" and name.endswith("weight"):
             top, *rest = name.removesuffix(".weight").split(".")
             short = ".".join([branch_names(2)[int(rest[0])], *rest[1:]]) if rest else top
-            values[f"gain/{short}.mean"] = float(p.mean())
-            values[f"gain/{short}.max"] = float(p.abs().max())
+            values[f"gain/{short}.mean"] = p.mean().item()
+            values[f"gain/{short}.max"] = p.abs().max().item()
     parts = ["embed", *branch_names(2), "norms", "head"]
     moved, size = dict.fromkeys(parts, 0.0), dict.fromkeys(parts, 0.0)
     for name, p in model.named_parameters():
-        moved[part_of(name)] += float(((p - before[name]) ** 2).sum())
-        size[part_of(name)] += float((before[name] ** 2).sum())
+        moved[part_of(name)] += ((p - before[name]) ** 2).sum().item()
+        size[part_of(name)] += (before[name] ** 2).sum().item()
     for part in parts:
         values[f"update_ratio/{part}"] = math.sqrt(moved[part] / size[part]) if size[part] else 0.0
     return values
