@@ -13,6 +13,7 @@ import contextlib
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,10 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.flop_counter import FlopCounterMode
 
 import kernels
-from configs import STRICT, Config, ConfigError, command_line, load_config, replace, user_error
+from configs import STRICT, Config, ConfigError, command_line, load_config, replace, require, user_error
 from data import DataError
 from model import GPT, Norm
+from tools import logging_cost
 from tools.throughput import Steps, check_rounds, in_turn, lines, matrix_rate, relative, switches
 
 CLASSES = (
@@ -56,6 +58,8 @@ class Options:
     """Also compile the model, which takes a minute or two."""
     switches: bool = False
     """Instead: the speed of every norm, placement and qk_norm relative to pre LayerNorm."""
+    logging: bool = False
+    """Instead: what logging costs, as tools.logging_cost measures it."""
     json: str = ""
     """File for the numbers."""
     picture: str = ""
@@ -63,6 +67,7 @@ class Options:
 
     def __post_init__(self):
         check_rounds(self.rounds)
+        require(not (self.switches and self.logging), "--switches and --logging exclude each other")
 
 
 @contextlib.contextmanager
@@ -260,13 +265,17 @@ def main(argv: Sequence[str]) -> None:
         if options.switches:
             found = switches(config, options.rounds)
             print("\n".join(lines(found)))
+        elif options.logging:
+            cost = logging_cost.measure(config, options.rounds)
+            found = asdict(cost) | {"share": cost.share}
+            print(cost)
         else:
             found = measure(config, options.rounds, options.compiled)
             tell(found)
+            if options.picture:
+                draw(found, options.picture)
         if options.json:
             Path(options.json).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-        if options.picture and not options.switches:
-            draw(found, options.picture)
     except (ConfigError, DataError) as e:
         user_error(str(e))
 
