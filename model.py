@@ -21,10 +21,12 @@ import torch.nn.functional as F
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import kernels
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+LOSS_LOGITS = 2**26  # float32 logits that `GPT.loss` holds at once: 256 MiB
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True))
@@ -172,6 +174,11 @@ class Linear(nn.Linear):
         return F.linear(x, self.weight.to(x.dtype), bias)
 
 
+class Dropout(nn.Dropout):
+    def forward(self, x: Tensor) -> Tensor:
+        return kernels.dropout(x, self.p) if self.training else x
+
+
 class Norm(nn.Module):
     """N(x) over the last axis, and the joins' functions, each of which is one of `kernels`."""
 
@@ -302,8 +309,8 @@ class Attention(nn.Module):
         self.q_norm = qk_norm(config.n_head, config)
         self.k_norm = qk_norm(config.kv_heads, config)
         self.rotate = Rope(config) if config.pos == "rope" else nn.Identity()
-        self.grouped = config.kv_heads != config.n_head
-        self.dropout = nn.Dropout(config.dropout)
+        self.how = {"impl": config.kernel}
+        self.dropout = Dropout(config.dropout)
         with torch.no_grad():
             self.qkv.weight[-n_kv:] *= inner_init
 
@@ -312,9 +319,7 @@ class Attention(nn.Module):
         q = self.rotate(self.q_norm(q).transpose(1, 2))  # [B, H, T, head_dim]
         k = self.rotate(self.k_norm(k).transpose(1, 2))
         dropout = self.dropout.p if self.training else 0.0
-        y = F.scaled_dot_product_attention(
-            q, k, v.transpose(1, 2), is_causal=True, dropout_p=dropout, enable_gqa=self.grouped
-        )
+        y = kernels.attend(q, k, v.transpose(1, 2), dropout=dropout, **self.how)
         return self.dropout(self.out(y.transpose(1, 2).flatten(-2)))
 
 
@@ -325,7 +330,7 @@ class MLP(nn.Module):
         self.up = Linear(config.n_embd, config.hidden, config.bias, inner_init)
         self.down = Linear(config.hidden, config.n_embd, config.bias, last_init)
         self.gelu = partial(F.gelu, approximate="tanh" if config.mlp == "gelu_tanh" else "none")
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
 
     def forward(self, h: Tensor) -> Tensor:
         return self.dropout(self.down(self.gelu(self.up(h))))
@@ -340,7 +345,7 @@ class SwiGLU(nn.Module):
         self.gate = Linear(config.n_embd, config.hidden, config.bias, inner_init)
         self.up = Linear(config.n_embd, config.hidden, config.bias, inner_init)
         self.down = Linear(config.hidden, config.n_embd, config.bias, last_init)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
 
     def forward(self, h: Tensor) -> Tensor:
         return self.dropout(self.down(F.silu(self.gate(h)) * self.up(h)))
@@ -431,6 +436,10 @@ def unwatched(x: Tensor) -> None:
     """The default of `GPT.forward(watch=...)`: nobody looks."""
 
 
+def cross_entropy(logits: Tensor, targets: Tensor, reduction: str) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=-1, reduction=reduction)
+
+
 class GPT(nn.Module):
     """tokens [B, T] -> logits [B, T, V] by way of one stream, 2L branches and 2L joins."""
 
@@ -445,7 +454,7 @@ class GPT(nn.Module):
         nn.init.normal_(self.embed.weight, std=0.02)
         self.pos_embed = LearnedPositions(config) if config.pos == "learned" else nn.Identity()
         self.embed_norm = make_norm(config.n_embd, config) if config.embed_norm else nn.Identity()
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
         reads_norm = config.placement in ("pre", "sandwich")
         self.entry = make_norm(config.n_embd, config) if reads_norm else Cast()
         mlp = SwiGLU if config.mlp == "swiglu" else MLP
@@ -465,6 +474,27 @@ class GPT(nn.Module):
         tokens, targets: int64 [B, T]. T may not exceed block_size. `watch` is called with the stream [B, T, D]
         after the embedding and after every join.
         """
+        logits = self.logits(self.read(tokens, watch))
+        return logits, None if targets is None else cross_entropy(logits, targets, "mean")
+
+    def loss(self, tokens: Tensor, targets: Tensor, watch: Callable[[Tensor], None] = unwatched) -> Tensor:
+        """The loss of `forward`, with the logits of no more than LOSS_LOGITS / V tokens in memory at once.
+
+        Backward computes them again. Where they all fit, it is `forward`.
+        """
+        rows = max(LOSS_LOGITS // self.config.vocab_size, 1)
+        if targets.numel() <= rows:
+            return self.forward(tokens, targets, watch)[1]  # not through __call__: FSDP has hooked both
+        h = self.read(tokens, watch).flatten(0, 1)
+        pieces = zip(h.split(rows), targets.flatten().split(rows), strict=True)
+        sums = [checkpoint(self.summed_loss, *piece, use_reentrant=False) for piece in pieces]
+        return torch.stack(sums).sum() / (targets != -1).sum()
+
+    def summed_loss(self, h: Tensor, targets: Tensor) -> Tensor:
+        return cross_entropy(self.logits(h), targets, "sum")
+
+    def read(self, tokens: Tensor, watch: Callable[[Tensor], None]) -> Tensor:
+        """What the head reads [B, T, D], after the last join."""
         assert tokens.size(1) <= self.config.block_size, "more tokens than block_size"
         x = self.dropout(self.embed_norm(self.pos_embed(self.embed(tokens))))
         x = x.to(narrowed(x, self.stream_dtype))
@@ -473,11 +503,11 @@ class GPT(nn.Module):
         for branch, join in zip(self.branches, self.joins, strict=True):
             x, h = join(x, branch(h))
             watch(x)
+        return h
+
+    def logits(self, h: Tensor) -> Tensor:
         logits = self.head(h)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # [B, T, V]
-        if targets is None:
-            return logits, None
-        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))  # [B, T, V]
 
     def n_params(self) -> int:
         """Trainable numbers; a tied head counts once."""

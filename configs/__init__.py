@@ -49,8 +49,8 @@ class OptimConfig:
     """Sequences per optimizer step, over all processes."""
     micro_batch_size: int | None = None
     """Sequences one process runs at once; the rest is accumulated. All of its share if not given."""
-    optimizer: Literal["adamw"] = "adamw"
-    """adamw decays matrices only."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """adamw, or muon for the branches' matrices and adamw for the rest; at the same lr. Only matrices decay."""
     lr: float = 6e-4
     """Peak learning rate."""
     min_lr: float = 6e-5
@@ -100,6 +100,8 @@ class RunConfig:
     """auto takes cuda, else mps, else cpu."""
     compile: bool = False
     """torch.compile the model."""
+    activation_checkpointing: bool = False
+    """Compute the inside of every branch again in backward instead of keeping it: slower, and less memory."""
     parallel: Literal["ddp", "fsdp"] = "ddp"
     """How several processes (torchrun) share the work: a copy each, or sharded parameters."""
     log_interval: int = 10
@@ -174,6 +176,7 @@ class Config:
 
 
 SECTIONS = {f.name: f.type for f in dataclasses.fields(Config)}
+GRID = "grid"  # a table of lists that tools.study reads, and a single run leaves alone
 OWNER = {f.name: section for section, cls in SECTIONS.items() for f in dataclasses.fields(cls)}
 
 
@@ -220,7 +223,7 @@ def read_recipe(path: Path) -> Config:
 
 def validate(table: dict, place: str) -> Config:
     """The configuration that the tables describe, on top of the defaults."""
-    unknown = [key for key in table if key not in SECTIONS]
+    unknown = [key for key in table if key not in SECTIONS and key != GRID]
     if unknown:
         hint = did_you_mean(unknown[0], SECTIONS)
         raise ConfigError(

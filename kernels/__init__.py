@@ -16,6 +16,8 @@ float64 stays float64 and mixes with nothing but narrower gains.
 Every function raises ValueError, in one sentence, for an unknown kind or impl, an eps that is not a
 positive number of the statistics' dtype, shapes, dtypes or devices that do not fit together, and for
 impl="triton" where Triton cannot run.
+
+`attend` and `dropout` are causal attention and dropout, PyTorch's but for the CPU (see attention.py).
 """
 
 import importlib.util
@@ -26,6 +28,8 @@ from collections import Counter
 import torch
 
 from . import eager
+from .attention import attend as attend
+from .attention import dropout as dropout
 
 KINDS = ("layernorm", "rmsnorm")
 IMPLS = ("auto", "torch", "triton")

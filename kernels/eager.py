@@ -2,7 +2,7 @@
 
 LayerNorm is `F.layer_norm`. RMSNorm is `F.rms_norm` on a GPU and under torch.compile, where it is one
 kernel; in eager mode on the CPU PyTorch composes it, and its backward, from a dozen passes over memory.
-There `CpuRMSNorm` reaches LayerNorm's fused backward by an identity.
+There `CpuRMSNorm` needs half as many.
 """
 
 import torch
@@ -15,16 +15,14 @@ from .reference import promote
 class CpuRMSNorm(torch.autograd.Function):
     """RMSNorm of x [..., D] in float32 or float64, with weight [D] in x's dtype.
 
-    With the mean taken as zero, LayerNorm's dx = rstd * (g - m(g) - xh * m(g * xh)) is RMSNorm's but for
-    m(g), and its dweight = sum dy * xh is RMSNorm's. So backward is LayerNorm's kernel, called with that
-    mean, plus rstd * m(g), where m(g) = dy . weight / D.
+    With t = dy * x, dweight = sum rstd * t and dx = rstd * (dy * weight - x * rstd^2 * (t . weight) / D): so t
+    is read by two products with a vector, and then its memory holds dx.
     """
 
     @staticmethod
     def forward(ctx, x, weight, eps):
-        D = x.shape[-1]
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)  # [..., 1]
-        rstd = torch.addcmul(length.new_tensor(eps), length, length, value=1 / D).rsqrt_()
+        rstd = torch.addcmul(length.new_tensor(eps), length, length, value=1 / x.shape[-1]).rsqrt_()
         ctx.save_for_backward(x, weight, rstd)
         return (x * rstd).mul_(weight)
 
@@ -32,12 +30,11 @@ class CpuRMSNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         x, weight, rstd = ctx.saved_tensors
-        D = x.shape[-1]
-        dx, dweight, _ = torch.ops.aten.native_layer_norm_backward(
-            dy, x, [D], torch.zeros_like(rstd), rstd, weight, None, [True, True, False]
-        )
-        mean_g = (dy @ (weight / D)).unsqueeze(-1)  # [..., 1]
-        return dx.add_(mean_g.mul_(rstd)), dweight, None
+        t = dy * x
+        dweight = rstd.flatten() @ t.reshape(-1, t.shape[-1])
+        along = (t @ weight).unsqueeze(-1).mul_(rstd).mul_(rstd)  # [..., 1]
+        dx = torch.mul(dy, weight, out=t).addcmul_(x, along, value=-1 / x.shape[-1])
+        return dx.mul_(rstd), dweight, None
 
 
 def normalize(x, weight, bias, kind, eps):

@@ -81,3 +81,62 @@ def test_gains_move_without_decay_and_matrices_shrink_with_it():
     model(tokens, tokens)[1].backward()
     optimizer.step()
     assert all((g != 1).all() for g in gains)
+
+
+def muon():
+    torch.manual_seed(0)
+    model = GPT(ModelConfig(**TINY))
+    optimizer = make_optimizer(model, config(optimizer="muon", lr=0.02, min_lr=0.0, weight_decay=0.5))
+    torch.manual_seed(1)
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(4.0), torch.tensor(0.0)
+    return model, optimizer
+
+
+def test_muon_takes_the_hidden_matrices_and_adamw_the_rest():
+    model, optimizer = muon()
+    hidden = {id(p) for p in optimizer.muon.param_groups[0]["params"]}
+    for name, p in model.named_parameters():
+        assert (id(p) in hidden) == (name.startswith("branches") and p.ndim == 2), name
+    every = [id(p) for g in optimizer.param_groups for p in g["params"]]
+    assert sorted(every) == sorted(id(p) for p in model.parameters())
+
+
+def test_muons_first_step_is_the_orthogonalized_gradient_at_adamws_rms():
+    """p (1 - lr wd) - lr 0.2 sqrt(max(rows, columns)) U V^T, up to Newton-Schulz' singular values in 0.7 to 1.2."""
+    model, optimizer = muon()
+    p = model.branches[1].up.weight  # [64, 16]
+    before, grad = p.detach().clone(), p.grad.clone()
+    optimizer.step()
+    moved = (before * (1 - 0.02 * 0.5) - p.detach()) / (0.02 * 0.2 * 64**0.5)
+    U, _, Vh = torch.linalg.svd(grad, full_matrices=False)
+    factors = U.mT @ moved @ Vh.mT
+    assert 0.6 < factors.diagonal().min() < factors.diagonal().max() < 1.3
+    off = factors - torch.diag(factors.diagonal())
+    assert off.abs().max() < 0.05
+    gain = model.joins[0].next_norm.weight
+    torch.testing.assert_close(gain.detach(), 1 - 0.02 * gain.grad.sign(), rtol=0, atol=1e-3)
+
+
+def test_muon_divides_by_the_loss_scale():
+    model, optimizer = muon()
+    grad = model.branches[0].out.weight.grad.clone()
+    optimizer.step()
+    momentum = optimizer.state[model.branches[0].out.weight]["momentum_buffer"]
+    torch.testing.assert_close(momentum, 0.05 * grad / 4)
+
+
+def test_a_skipped_step_leaves_muons_weights_and_state_bitwise():
+    model, optimizer = muon()
+    optimizer.step()
+    weights = {n: p.detach().clone() for n, p in model.named_parameters()}
+    state = {n: {k: v.clone() for k, v in optimizer.state[p].items()} for n, p in model.named_parameters()}
+    for p in model.parameters():
+        p.grad.fill_(torch.nan)
+    optimizer.found_inf.fill_(1.0)
+    optimizer.step()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.detach(), weights[name], rtol=0, atol=0)
+        for key, value in state[name].items():
+            torch.testing.assert_close(optimizer.state[p][key], value, rtol=0, atol=0)

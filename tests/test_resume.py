@@ -208,3 +208,12 @@ def test_a_finished_run_that_is_resumed_changes_nothing(tmp_path):
     before = rows(tmp_path / "tiny"), saved(tmp_path / "tiny")[1].progress
     assert train(*argv, "--resume") == 0
     assert (rows(tmp_path / "tiny"), saved(tmp_path / "tiny")[1].progress) == before
+
+
+def test_only_a_step_that_was_evaluated_competes_for_the_best(tmp_path):
+    """A checkpoint between two evaluations carries no loss, which would be an older step's."""
+    assert train(recipe(tmp_path), "--keep-checkpoints", "9") == 0
+    found = checkpoint.listed(tmp_path / "tiny" / "checkpoints")
+    losses = {row["iter"]: row["val/loss"] for row in rows(tmp_path / "tiny") if "val/loss" in row}
+    assert {0, 4, 8, 12} <= {c.step for c in found}
+    assert all(c.val_loss == (losses.get(c.step) if c.step else None) for c in found)

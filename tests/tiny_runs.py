@@ -80,9 +80,12 @@ def start(
     return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=env)
 
 
-def finish(process: subprocess.Popen, timeout: float = 240) -> tuple[int, str, str]:
+def finish(process: subprocess.Popen, timeout: float = 600) -> tuple[int, str, str]:
     """(exit code, standard output, standard error)."""
-    out, err = process.communicate(timeout=timeout)
+    try:
+        out, err = process.communicate(timeout=timeout)
+    finally:
+        process.kill()
     return process.returncode, out, err
 
 

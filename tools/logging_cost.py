@@ -85,9 +85,12 @@ def measure(config: Config, rounds: int = ROUNDS) -> LoggingCost:
             kind()
         times = [[seconds(kind, runtime.device) for kind in kinds] for _ in range(rounds)]
         tracker.close(0)
-    plain, with_log, closer = (1000 * statistics.median(column) for column in zip(*times, strict=True))
+    plain, extra, closer = (
+        1000 * statistics.median(column)
+        for column in zip(*((plain, log - plain, closer) for plain, log, closer in times), strict=True)
+    )
     n = config.run.log_interval
-    return LoggingCost(plain / n, with_log - plain, closer, n, config.run.probe_interval)
+    return LoggingCost(plain / n, extra, closer, n, config.run.probe_interval)
 
 
 def seconds(work: Callable[[], object], device: torch.device) -> float:

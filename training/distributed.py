@@ -1,18 +1,26 @@
 """One model on several processes: wrapping, gradient synchronization, and whole tensors from shards."""
 
 import contextlib
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.nn.functional import all_reduce
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from model import GPT, BatchNorm
 from training.runtime import Runtime
+
+
+def recompute(model: GPT) -> None:
+    """Activation checkpointing: backward computes the inside of every branch again instead of keeping it."""
+    for branch in model.branches:
+        branch.forward = partial(checkpoint, branch.forward, use_reentrant=False)
 
 
 def shard(model: GPT, runtime: Runtime) -> None:
@@ -21,6 +29,7 @@ def shard(model: GPT, runtime: Runtime) -> None:
     for branch in model.branches:
         fully_shard(branch, mesh=mesh)
     fully_shard(model, mesh=mesh)
+    register_fsdp_forward_method(model, "loss")
 
 
 def replicate(module: nn.Module, runtime: Runtime) -> nn.Module:

@@ -5,7 +5,7 @@ import math
 import torch
 
 from configs import OptimConfig
-from model import GPT, LearnedPositions, Norm
+from model import GPT, LearnedPositions, Linear, Norm
 
 
 def decays(model: GPT) -> dict[str, bool]:
@@ -18,16 +18,62 @@ def decays(model: GPT) -> dict[str, bool]:
     }
 
 
-def make_optimizer(model: GPT, config: OptimConfig) -> torch.optim.Optimizer:
-    """AdamW (Loshchilov & Hutter 2019) in two groups. Fused, as that skips a step on the device."""
-    decay = decays(model)
-    named = dict(model.named_parameters())  # a tied weight once, under its first name
-    groups = [
-        {"params": [p for n, p in named.items() if decay[n]], "weight_decay": config.weight_decay},
-        {"params": [p for n, p in named.items() if not decay[n]], "weight_decay": 0.0},
+def make_optimizer(model: GPT, config: OptimConfig) -> "torch.optim.AdamW | MuonAdamW":
+    """What `--optimizer` names. AdamW (Loshchilov & Hutter 2019) is fused, as that skips a step on the device."""
+    decay, hidden = decays(model), hidden_matrices(model) if config.optimizer == "muon" else []
+    others = {n: p for n, p in model.named_parameters() if not any(p is h for h in hidden)}
+    groups = [  # a tied weight once, under its first name
+        {"params": [p for n, p in others.items() if decay[n]], "weight_decay": config.weight_decay},
+        {"params": [p for n, p in others.items() if not decay[n]], "weight_decay": 0.0},
     ]
-    betas = (config.beta1, config.beta2)
-    return torch.optim.AdamW(groups, lr=config.lr, betas=betas, fused=True)
+    adamw = torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
+    return MuonAdamW(hidden, adamw, config) if hidden else adamw
+
+
+def hidden_matrices(model: GPT) -> list[torch.nn.Parameter]:
+    """The weights between stream and branch, which Muon is meant for: neither embeddings nor the head."""
+    return [m.weight for m in model.branches.modules() if isinstance(m, Linear)]
+
+
+class MuonAdamW:
+    """Muon (Jordan et al. 2024) for the hidden matrices, AdamW for the rest, with fused AdamW's interface.
+
+    Muon's step is the momentum's nearest orthogonal matrix, here scaled to the RMS of AdamW's steps (Liu et al.
+    2025, "Muon is Scalable for LLM Training"), so that one learning rate and one decay serve both.
+    `step` divides the gradients by `grad_scale` and changes nothing, on the device, where `found_inf` is 1.
+    """
+
+    def __init__(self, hidden: list[torch.nn.Parameter], adamw: torch.optim.AdamW, config: OptimConfig):
+        self.adamw = adamw
+        self.muon = torch.optim.Muon(
+            hidden, lr=config.lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"
+        )
+        self.state = self.muon.state = self.adamw.state
+        self.param_groups = self.muon.param_groups + self.adamw.param_groups
+        self.grad_scale = self.found_inf = torch.tensor(0.0)
+
+    def step(self) -> None:
+        self.adamw.grad_scale, self.adamw.found_inf = self.grad_scale, self.found_inf
+        self.adamw.step()
+        params = self.muon.param_groups[0]["params"]
+        torch._foreach_div_([p.grad for p in params], self.grad_scale)
+        before = {p: (p.detach().clone(), self.momentum(p).clone()) for p in params}
+        self.muon.step()
+        skip = self.found_inf.bool()
+        with torch.no_grad():
+            for p, (weight, momentum) in before.items():
+                p.copy_(torch.where(skip, weight, p))
+                self.momentum(p).copy_(torch.where(skip, momentum, self.momentum(p)))
+
+    def momentum(self, p: torch.nn.Parameter) -> torch.Tensor:
+        state = self.state[p]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(p)
+        return state["momentum_buffer"]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.adamw.zero_grad(set_to_none)
+        self.muon.zero_grad(set_to_none)
 
 
 def learning_rate(step: int, config: OptimConfig) -> float:

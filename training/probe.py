@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from data import EvalWindows
-from model import GPT, Norm
+from model import GPT, Attention, Norm
 from training.dynamics import PartNorms, branch_names, depth_names, local, mean_square
 
 PROBE_WINDOWS = 4
@@ -68,8 +68,8 @@ def evaluating(model: GPT):
 
 @contextlib.contextmanager
 def torch_norms(model: GPT):
-    """Every norm and join on PyTorch's operators, and afterwards on what they ran before."""
-    norms = [module for module in model.modules() if isinstance(module, Norm)]
+    """Every norm, join and attention on PyTorch's operators, and afterwards on what they ran before."""
+    norms = [module for module in model.modules() if isinstance(module, Norm | Attention)]
     was = [norm.how for norm in norms]
     for norm in norms:
         norm.how = norm.how | {"impl": "torch"}

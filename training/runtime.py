@@ -131,6 +131,10 @@ def start(config: Config) -> tuple[Config, Runtime]:
             f"norm is batchnorm, whose statistics are pooled over processes on CUDA only, and {world} processes "
             f"run on {kind}; start one"
         )
+    if config.optim.optimizer == "muon" and config.run.parallel == "fsdp" and world > 1:
+        raise ConfigError(
+            "optimizer muon needs whole matrices, which parallel fsdp shards; take --parallel ddp"
+        )
     check_division(config, world)
     config = replace(config, "model", dtype=choose_dtype(config.model.dtype, device))
     problem = kernels.triton_problem(kind, config.model.n_embd)
@@ -181,7 +185,13 @@ def choose_dtype(asked: str, device: torch.device) -> str:
         return asked
     if device.type == "cuda":
         return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
-    return "float32"
+    return "float32"  # a CPU's results should not depend on which one it is
+
+
+def multiplies_bfloat16(device: torch.device) -> bool:
+    """Whether this is a processor with instructions for products of bfloat16, which are faster there."""
+    has = torch.cpu.get_capabilities() if device.type == "cpu" else {}
+    return bool(has.get("amx_bf16") or has.get("avx512_bf16"))
 
 
 def check_division(config: Config, world: int) -> None:

@@ -16,7 +16,7 @@ from data import EvalWindows, TrainBatches
 from data.dataset import Dataset
 from model import GPT
 from training.checkpoint import CheckpointError, model_weights
-from training.distributed import assign, pool_statistics, replicate, shard, synchronized, whole
+from training.distributed import assign, pool_statistics, recompute, replicate, shard, synchronized, whole
 from training.dynamics import Observed, PartNorms, depth_names, part_names
 from training.optimizer import learning_rate, make_optimizer
 from training.runtime import Runtime, accumulation
@@ -77,6 +77,8 @@ class Trainer:
 
     def wrap(self) -> torch.nn.Module:
         pool_statistics(self.model, self.runtime)
+        if self.config.run.activation_checkpointing:
+            recompute(self.model)
         fsdp = self.runtime.world > 1 and self.config.run.parallel == "fsdp"
         if fsdp:
             shard(self.model, self.runtime)

@@ -1,0 +1,120 @@
+"""FLOPs against the formula, the classes of a step's time, and the arithmetic of ratios."""
+
+import json
+
+import pytest
+import torch
+from tiny_runs import recipe as tiny_recipe
+
+from configs import load_config, replace
+from tools import profile, throughput
+from tools.profile import CLASSES, flops, time_by_class
+from tools.throughput import Steps
+from training.clock import flops_per_token
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    threads = torch.get_num_threads()
+    file = tiny_recipe(tmp_path_factory.mktemp("profile"))
+    torch.set_num_threads(threads)
+    return file
+
+
+def steps(recipe, *flags) -> Steps:
+    made = Steps(load_config([str(recipe), *flags]))
+    made()
+    return made
+
+
+@pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
+def test_pytorchs_count_of_flops_is_the_formulas(recipe, mlp):
+    """6 per weight and token, and 12 T per head feature: attention's square counted in full."""
+    made = steps(recipe, "--dtype", "bfloat16", "--mlp", mlp, "--kernel", "auto")
+    counted = flops(made)
+    model = made.trainer.model
+    config = model.config
+    attention = 12 * config.n_layer * config.n_head * config.head_width * config.block_size
+    assert counted["attention"] == attention * made.tokens
+    assert counted["matrix products"] + counted["attention"] == flops_per_token(model) * made.tokens
+
+
+def test_norms_are_counted_by_hand(recipe):
+    plain = flops(steps(recipe, "--norm", "rmsnorm"))["norms and joins"]
+    assert plain == 8 * 16 * (12 * 5 * 16 + 2 * 4 * 16)  # 5 norms and 4 adds of 16 features
+    with_qk = flops(steps(recipe, "--norm", "rmsnorm", "--qk-norm", "head"))["norms and joins"]
+    assert with_qk - plain == 8 * 16 * 12 * (2 * 2 * 16)  # 2 layers, queries and keys
+
+
+def test_every_class_takes_a_share_and_tracing_leaves_the_trainer_as_it_was(recipe):
+    made = steps(recipe)
+    before = set(vars(made.trainer))
+    shares = time_by_class(made, 2)
+    assert sum(shares.values()) == pytest.approx(1)
+    assert set(shares) == set(CLASSES) - {"compiled"}
+    assert set(vars(made.trainer)) == before
+
+
+def test_backward_counts_as_the_forward_it_belongs_to(recipe):
+    """Attention's backward runs bmm, and the norm's a product with a vector: neither is a `matrix product`."""
+    made = steps(recipe, "--norm", "rmsnorm", "--dtype", "bfloat16")
+    with profile.marked(made), torch.profiler.profile() as trace:
+        made()
+    owners = profile.forward_classes(trace.events())
+    found = {}
+    for event in trace.events():
+        found.setdefault(event.name, set()).add(profile.class_of(event, owners))
+    assert found["aten::bmm"] == {"attention"}
+    assert found["CpuRMSNormBackward"] == {"norms and joins"}
+    assert found["aten::mm"] >= {"matrix products"}
+    assert found["aten::_fused_adamw_"] == {"optimizer"}
+
+
+def test_ratios_are_taken_within_a_turn():
+    times = {"a": [1.0, 10.0, 2.0], "b": [2.0, 20.0, 2.0]}  # the machine was slow in the second turn
+    row = throughput.relative(times, "a")["b"]
+    assert (row["ratio"], row["low"], row["high"]) == (0.5, 0.5, 0.75)
+    assert throughput.relative(times, "a")["a"]["ratio"] == 1
+
+
+def test_the_runs_take_turns():
+    order = []
+
+    class Fake:
+        def __init__(self, name):
+            self.name = name
+
+        def __call__(self):
+            pass
+
+        def seconds(self):
+            order.append(self.name)
+            return 1.0
+
+    throughput.in_turn({name: Fake(name) for name in "ab"}, 2, warm_up=0)
+    assert order == ["b", "a", "a", "b"]
+
+
+def test_the_command_prints_a_table_and_writes_json_and_a_picture(recipe, tmp_path, capsys):
+    argv = [str(recipe), "--rounds", "2", "--no-compiled", "--train", "--norm rmsnorm"]
+    profile.main([*argv, "--json", str(tmp_path / "p.json"), "--picture", str(tmp_path / "p.png")])
+    found = json.loads((tmp_path / "p.json").read_text())
+    share = found["time_share"]["eager"]["norms and joins"]
+    assert found["ceiling_if_norms_were_free"] == pytest.approx(1 / (1 - share))
+    assert f"{share:.1%}" in capsys.readouterr().out
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_table_of_switches_has_every_combination(recipe):
+    config = replace(load_config([str(recipe)]), "model", n_layer=1)
+    table = throughput.switches(config, 2)
+    assert len(table) == 2 * 4 * 2
+    assert table[throughput.REFERENCE]["ratio"] == 1
+    assert len({row["step_ms"] for row in table.values()}) == 16
+
+
+def test_a_mistake_is_one_sentence(recipe, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        profile.main([str(recipe), "--rounds", "1"])
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err == "error: --rounds is 1; quartiles want at least 2\n"

@@ -1,0 +1,284 @@
+"""Where the time of a training step goes: by class of operator, beside the share of FLOPs.
+
+    python -m tools.profile configs/shakespeare_char_cpu.toml
+    python -m tools.profile configs/quickstart.toml --train "--norm rmsnorm" --picture profile.png
+    python -m tools.profile configs/shakespeare_char_cpu.toml --switches
+
+An operator of the backward pass belongs to the class of the forward operator that autograd made it for.
+FLOPs of products are PyTorch's count; those of norms are counted by hand, as PyTorch counts products only.
+A compiled step cannot be split up like this on the CPU: what was fused stands under `compiled`.
+"""
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import tyro
+from pydantic.dataclasses import dataclass
+from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils.flop_counter import FlopCounterMode
+
+import kernels
+from configs import STRICT, Config, ConfigError, command_line, load_config, replace, require, user_error
+from data import DataError
+from model import GPT, Norm
+from tools import logging_cost
+from tools.throughput import Steps, check_rounds, in_turn, lines, matrix_rate, relative, switches
+
+CLASSES = (
+    "matrix products",
+    "attention",
+    "norms and joins",
+    "other elementwise",
+    "compiled",
+    "optimizer",
+    "data",
+)
+MARK = "class: "
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::linear", "aten::matmul")
+NORM_FLOPS = {"layernorm": 16, "rmsnorm": 12, "batchnorm": 16}  # operations per element, forward and backward
+
+
+@dataclass(frozen=True, config=STRICT)
+class Options:
+    """Where the time of a training step goes."""
+
+    recipe: tyro.conf.Positional[str]
+    """A recipe, as for train.py."""
+    train: str = ""
+    """Flags of train.py, in quotes: --train "--norm rmsnorm --batch-size 16"."""
+    rounds: int = 10
+    """Steps of every setting that are measured."""
+    compiled: bool = True
+    """Also compile the model, which takes a minute or two."""
+    switches: bool = False
+    """Instead: the speed of every norm, placement and qk_norm relative to pre LayerNorm."""
+    logging: bool = False
+    """Instead: what logging costs, as tools.logging_cost measures it."""
+    json: str = ""
+    """File for the numbers."""
+    picture: str = ""
+    """File for the picture (.png or .svg)."""
+
+    def __post_init__(self):
+        check_rounds(self.rounds)
+        require(not (self.switches and self.logging), "--switches and --logging exclude each other")
+
+
+@contextlib.contextmanager
+def marked(steps: Steps) -> Iterator[None]:
+    """Ranges around everything that its operators' names do not give away."""
+    trainer, handles, was = steps.trainer, [], kernels.attend
+    for module in trainer.model.modules():
+        if isinstance(module, Norm) or module in set(trainer.model.joins):
+            handles += mark_module(module, "norms and joins")
+
+    kernels.attend = mark(was, "attention")
+    trainer.update = mark(trainer.update, "optimizer")
+    trainer.norms.squares = mark(trainer.norms.squares, "optimizer")
+    trainer.batches.batch = mark(trainer.batches.batch, "data")
+    try:
+        yield
+    finally:
+        kernels.attend = was
+        for owner, name in ((trainer, "update"), (trainer.norms, "squares"), (trainer.batches, "batch")):
+            delattr(owner, name)
+        for handle in handles:
+            handle.remove()
+
+
+def mark(fn, name: str):
+    def inside(*args, **kwargs):
+        with record_function(MARK + name):
+            return fn(*args, **kwargs)
+
+    return inside
+
+
+def mark_module(module: torch.nn.Module, name: str) -> list:
+    ranges = []
+
+    def enter(*_):
+        ranges.append(record_function(MARK + name))
+        ranges[-1].__enter__()
+
+    def leave(*_):
+        ranges.pop().__exit__(None, None, None)
+
+    return [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
+
+
+def time_by_class(steps: Steps, rounds: int) -> dict[str, float]:
+    """Share of a step's time by class; a class that takes none is left out."""
+    compiled, cuda = steps.trainer.config.run.compile, steps.trainer.runtime.device.type == "cuda"
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda
+    with contextlib.nullcontext() if compiled else marked(steps), profile(activities=activities) as trace:
+        for _ in range(rounds):
+            steps()
+        steps.settle()
+    seconds = dict.fromkeys(CLASSES, 0.0)
+    events = trace.events()
+    owners = forward_classes(events)
+    for event in events:
+        time = event.self_device_time_total if cuda else event.self_cpu_time_total
+        seconds[class_of(event, owners)] += time
+    total = sum(seconds.values())
+    return {name: s / total for name, s in seconds.items() if s}
+
+
+def forward_classes(events) -> dict[int, str]:
+    """The class that each autograd node was made in, by its sequence number."""
+    owners = {}
+    for event in events:
+        if event.sequence_nr >= 0 and "evaluate_function" not in event.name:
+            found = marked_class(event, {})
+            if found:
+                owners[event.sequence_nr] = found
+    return owners
+
+
+def marked_class(event, owners: dict[int, str]) -> str | None:
+    """The class of the nearest range around an event, or of the node that it is the backward of."""
+    while event is not None:
+        if event.name.startswith(MARK):
+            return event.name.removeprefix(MARK)
+        if event.name.startswith("autograd::engine::evaluate_function") and event.sequence_nr in owners:
+            return owners[event.sequence_nr]
+        event = event.cpu_parent
+    return None
+
+
+def class_of(event, owners: dict[int, str]) -> str:
+    found = marked_class(event, owners)
+    if found:
+        return found
+    if event.name.startswith(PRODUCTS):
+        return "matrix products"
+    if event.name.startswith("Optimizer."):
+        return "optimizer"
+    return "compiled" if "ompiled" in event.name or "fused_" in event.name else "other elementwise"
+
+
+def flops(steps: Steps) -> dict[str, int]:
+    """FLOPs of one step by class: products as PyTorch counts them, norms by hand."""
+    with FlopCounterMode(display=False) as counter:
+        steps()
+    counts = {"matrix products": 0, "attention": 0}
+    for op, n in counter.get_flop_counts()["Global"].items():
+        own = str(op).removeprefix("aten.") in ("mm", "addmm")
+        counts["matrix products" if own else "attention"] += n
+    return counts | {"norms and joins": norm_flops(steps.trainer.model) * steps.tokens}
+
+
+def norm_flops(model: GPT) -> int:
+    """Operations per token of all norms, and of the residual adds, forward and backward."""
+    heads = {"q_norm": model.config.n_head, "k_norm": model.config.kv_heads}
+    elements = 0
+    for name, module in model.named_modules():
+        if isinstance(module, Norm):
+            times = heads.get(name.rpartition(".")[2], 1) if model.config.qk_norm == "head" else 1
+            elements += module.weight.numel() * times
+    return NORM_FLOPS[model.config.norm] * elements + 2 * len(model.joins) * model.config.n_embd
+
+
+def modes(config: Config, compiled: bool) -> dict[str, Steps]:
+    """PyTorch's own operators; ours (on CUDA the fused kernels); and compiled, where there is a compiler."""
+    torch_only = replace(replace(config, "model", kernel="torch"), "run", compile=False)
+    found = {"torch": Steps(torch_only), "eager": Steps(replace(torch_only, "model", kernel="auto"))}
+    if compiled:
+        with contextlib.suppress(ConfigError):  # no C++ compiler
+            found["compiled"] = Steps(replace(torch_only, "run", compile=True))
+    return found
+
+
+def measure(config: Config, rounds: int, compiled: bool) -> dict[str, Any]:
+    """FLOPs, shares of time, the ceiling, and the modes' speed relative to PyTorch's own operators."""
+    runs = modes(config, compiled)
+    times = relative(in_turn(runs, rounds), "torch")
+    count = flops(runs["eager"])
+    trainer = runs["eager"].trainer
+    rate = matrix_rate(trainer.runtime.device, trainer.model.compute_dtype)
+    shares = {name: time_by_class(steps, rounds) for name, steps in runs.items()}
+    norms = shares["eager"].get("norms and joins", 0.0)
+    total = sum(count.values())
+    return {
+        "device": trainer.runtime.device.type,
+        "dtype": trainer.config.model.dtype,
+        "flops_per_step": total,
+        "flops_share": {name: n / total for name, n in count.items()},
+        "time_share": shares,
+        "ceiling_if_norms_were_free": 1 / (1 - norms),
+        "ceiling_if_norms_took_half": 1 / (1 - norms / 2),
+        "matrix_flops_per_s": rate,
+        "share_of_matrix_rate": total / (rate * times["eager"]["step_ms"] / 1e3),
+        "speed": times,
+    }
+
+
+def tell(found: dict[str, Any]) -> None:
+    names = list(found["time_share"])
+    print(f"{'':20}{'FLOPs':>10}" + "".join(f"{n:>12}" for n in names))
+    for name in CLASSES:
+        shares = [found["time_share"][n].get(name) for n in names]
+        if any(shares) or name in found["flops_share"]:
+            of_flops = found["flops_share"].get(name)
+            row = [f"{of_flops:>10.2%}" if of_flops is not None else f"{'':>10}"]
+            print(f"{name:20}" + "".join(row + [f"{s:>12.1%}" if s else f"{'-':>12}" for s in shares]))
+    speed = (f"{found['speed'][n]['ratio']:>12.2f}" for n in names)
+    print(f"{'speed':20}{'':>10}" + "".join(speed))
+    print(
+        f"\nif norms and joins were free, a step would be {found['ceiling_if_norms_were_free']:.3f} times as fast; "
+        f"at half their time, {found['ceiling_if_norms_took_half']:.3f} times\n"
+        f"a step reaches {found['share_of_matrix_rate']:.1%} of the rate of a large {found['dtype']} matrix product"
+    )
+
+
+def draw(found: dict[str, Any], path: str) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    bars = {"FLOPs": found["flops_share"]} | {f"time, {n}": s for n, s in found["time_share"].items()}
+    figure, axes = plt.subplots(figsize=(8, 0.7 * len(bars) + 1.6), layout="constrained")
+    for i, name in enumerate(CLASSES):
+        widths = [shares.get(name, 0) for shares in bars.values()]
+        left = [sum(shares.get(n, 0) for n in CLASSES[:i]) for shares in bars.values()]
+        if any(widths):
+            axes.barh(list(bars), widths, left=left, label=name)
+    axes.invert_yaxis()
+    axes.set_xlabel("share of one training step")
+    axes.set_xlim(0, 1)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False)
+    figure.savefig(path, dpi=150)
+
+
+def main(argv: Sequence[str]) -> None:
+    try:
+        options = command_line(Options, argv, "python -m tools.profile")
+        config = load_config([options.recipe, *options.train.split()])
+        if options.switches:
+            found = switches(config, options.rounds)
+            print("\n".join(lines(found)))
+        elif options.logging:
+            cost = logging_cost.measure(config, options.rounds)
+            found = asdict(cost) | {"share": cost.share}
+            print(cost)
+        else:
+            found = measure(config, options.rounds, options.compiled)
+            tell(found)
+            if options.picture:
+                draw(found, options.picture)
+        if options.json:
+            Path(options.json).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    except (ConfigError, DataError) as e:
+        user_error(str(e))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

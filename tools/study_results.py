@@ -1,0 +1,114 @@
+"""A study's results: a table with mean and spread over seeds, the curves, and a picture."""
+
+import json
+import math
+import statistics
+from pathlib import Path
+from typing import Any
+
+Cells = list[dict[str, Any]]
+
+
+def write(path: Path, cells: Cells, command: str) -> None:
+    """path.json (every cell), path.md (the table) and path.png (curves and final losses)."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"command": command, "cells": cells})
+    path.with_suffix(".json").write_text(text.replace('{"cell"', '\n{"cell"') + "\n", encoding="utf-8")
+    table = "\n".join(lines(cells))
+    path.with_suffix(".md").write_text(
+        f"From {path.name}.json, by `{command}`.\n\n{table}\n", encoding="utf-8"
+    )
+    draw(cells, path.with_suffix(".png"))
+    print(f"{table}\n\n{path}.json, .md and .png")
+
+
+def settings(cells: Cells) -> dict[tuple, Cells]:
+    """The cells of each setting, that is with everything equal but the seed."""
+    groups: dict[tuple, Cells] = {}
+    for cell in cells:
+        key = tuple((k, v) for k, v in cell["cell"].items() if k != "seed")
+        groups.setdefault(key, []).append(cell)
+    return groups
+
+
+def mean_and_spread(cells: Cells) -> tuple[float, float]:
+    """Mean and standard deviation over the seeds; (inf, nan) where one of them diverged."""
+    losses = [c["val_loss"] for c in cells]
+    if any(c["diverged"] for c in cells) or None in losses:
+        return math.inf, math.nan
+    return statistics.mean(losses), statistics.stdev(losses) if len(losses) > 1 else math.nan
+
+
+def beyond_spread(a: Cells, b: Cells) -> bool:
+    """Whether two means differ by more than twice the standard error of their difference."""
+    (mean_a, sd_a), (mean_b, sd_b) = mean_and_spread(a), mean_and_spread(b)
+    if math.isinf(mean_a) or math.isinf(mean_b):
+        return mean_a != mean_b
+    return abs(mean_a - mean_b) > 2 * math.sqrt(sd_a**2 / len(a) + sd_b**2 / len(b))
+
+
+def best_rates(cells: Cells) -> dict[tuple, Cells]:
+    """For each setting without its learning rate, the cells at its best one."""
+    best: dict[tuple, Cells] = {}
+    for key, group in settings(cells).items():
+        short = tuple((k, v) for k, v in key if k != "lr")
+        if short not in best or mean_and_spread(group)[0] < mean_and_spread(best[short])[0]:
+            best[short] = group
+    return best
+
+
+def lines(cells: Cells) -> list[str]:
+    """Markdown: every setting; then each at its best learning rate against the first."""
+    groups = settings(cells)
+    keys = [k for k, _ in next(iter(groups))]
+    rows = [f"| {' | '.join(keys)} | validation loss | spread | seeds | diverged | largest gradient norm |"]
+    rows += ["|---" * (len(keys) + 5) + "|"]
+    for key, group in groups.items():
+        mean, spread = mean_and_spread(group)
+        largest = max((c["max_grad_norm"] for c in group if c["max_grad_norm"] is not None), default=math.nan)
+        values = [str(v) for _, v in key] + [number(mean), number(spread), str(len(group))]
+        rows.append(f"| {' | '.join([*values, str(sum(c['diverged'] for c in group)), f'{largest:.2g}'])} |")
+    best = best_rates(cells)
+    first = next(iter(best.values()))
+    rows += ["", f"Each at its best learning rate, against {label(next(iter(best)))}:", ""]
+    rows += ["| setting | lr | validation loss | spread | difference | beyond the spread |", "|---" * 6 + "|"]
+    for key, group in best.items():
+        mean, spread = mean_and_spread(group)
+        difference = mean - mean_and_spread(first)[0]
+        verdict = "-" if group is first else "yes" if beyond_spread(group, first) else "no"
+        lr = group[0]["cell"].get("lr", "-")
+        rows.append(
+            f"| {label(key)} | {lr} | {number(mean)} | {number(spread)} | {difference:+.4f} | {verdict} |"
+        )
+    return rows
+
+
+def number(value: float) -> str:
+    return f"{value:.4f}" if math.isfinite(value) else "-"
+
+
+def label(key: tuple) -> str:
+    return ", ".join(f"{k} {v}" for k, v in key)
+
+
+def draw(cells: Cells, path: Path) -> None:
+    """Left, the mean curve of every setting at its best learning rate; right, its seeds' final losses."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    best = {k: g for k, g in best_rates(cells).items() if math.isfinite(mean_and_spread(g)[0])}
+    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 0.3 * len(best) + 3), layout="constrained")
+    colors = plt.get_cmap("viridis")([i / max(len(best) - 1, 1) for i in range(len(best))])
+    for y, (group, color) in enumerate(zip(best.values(), colors, strict=True)):
+        steps = [step for step, _ in group[0]["curve"]]
+        mean = [statistics.mean(c["curve"][i][1] for c in group) for i in range(len(steps))]
+        left.plot(steps, mean, color=color)
+        right.plot([c["val_loss"] for c in group], [y] * len(group), "o", color=color, alpha=0.6)
+    left.set(xlabel="step", ylabel="validation loss, mean over seeds")
+    right.set(xlabel="final validation loss of each seed", yticks=range(len(best)))
+    right.set_yticklabels([label(k) for k in best], fontsize=8)
+    right.invert_yaxis()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
