@@ -143,7 +143,7 @@ def exchanged(rows, name, one, other):
         (15, "placement", "pre", "post"),
         (16, "placement", "pre", "post"),
         (17, "variant", "post", "post, DeepNorm"),
-        (18, "qk_norm", "off", "head"),
+        (18, "lr", 1e-3, 1e-2),
     ],
 )
 def test_other_numbers_are_judged_otherwise(number, name, one, other):
