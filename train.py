@@ -29,7 +29,7 @@ from training.divergence import EXIT_CODE, Diverged, Guard, replay
 from training.folder import RunFolder
 from training.keeper import Keeper
 from training.probe import Probe
-from training.runtime import USER_ERRORS, Runtime, leave, lost_peer, start, stop
+from training.runtime import USER_ERRORS, Runtime, leave, lost_peer, multiplies_bfloat16, start, stop
 from training.stop import EXIT_INTERRUPTED, EXIT_STOPPED, EXIT_UNSAVED, StopRequest
 from training.tracker import Tracker
 from training.trainer import Trainer
@@ -195,6 +195,8 @@ def describe(trainer: Trainer, dataset: Dataset, tell) -> None:
         f"norms and joins on {norm_path(config, runtime)}{', compiled' if config.run.compile else ''}; "
         f"seed {config.run.seed}"
     )
+    if model.dtype == "float32" and multiplies_bfloat16(runtime.device):
+        tell("       this processor multiplies bfloat16: --dtype bfloat16 is faster, and rounds more")
     if model.norm == "batchnorm":
         tell(
             "warning: batchnorm leaks: in training, every prediction sees later tokens and other sequences through the "
@@ -233,9 +235,9 @@ def farewell(trainer: Trainer, dataset: Dataset, keeper: Keeper, tell) -> None:
     run_dir, progress = keeper.folder.path, keeper.progress
     tell(f"\ndone: {progress.step} steps, val loss {progress.val_loss:.4f}, best {progress.best_loss:.4f}")
     if trainer.runtime.is_main:
-        tell(
-            f"\nfrom the first step to the last:\n{textwrap.indent(depth_table(*load_runs((run_dir,))), '    ')}"
-        )
+        with contextlib.suppress(ConfigError):  # somebody has taken the folder's files away
+            table = depth_table(*load_runs((run_dir,)))
+            tell(f"\nfrom the first step to the last:\n{textwrap.indent(table, '    ')}")
     if trainer.runtime.world == 1 and "tokenizer" in dataset.meta:
         text = continuations(
             trainer.model.eval(), dataset.tokenizer, SampleOptions(run=str(run_dir), tokens=200)

@@ -177,11 +177,3 @@ def norm_add(x, s, weight, bias, *, kind, eps):
 def norm_add_norm(x, s, out_weight, out_bias, weight, bias, *, kind, eps, out_dtype):
     r, y, _ = forward(x, s, out_weight, out_bias, weight, bias, kind, eps, out_dtype, True)
     return r, y
-
-
-def mean_square(stats, kind, eps):
-    """mean(r^2) per row, [rows], from the statistics that nanonorm::forward returns when it norms r last."""
-    mean_square = stats[:, -1] ** -2 - eps
-    if kind == "layernorm":
-        mean_square = mean_square + stats[:, -2] ** 2
-    return mean_square.clamp(min=0)

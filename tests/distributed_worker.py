@@ -18,6 +18,7 @@ from configs import load_config
 from data import open_dataset
 from training.checkpoint import model_weights
 from training.distributed import whole
+from training.probe import Probe
 from training.runtime import Runtime, start, stop
 from training.trainer import Trainer
 
@@ -30,11 +31,17 @@ STEPS = 10
 
 
 def measure(runtime: Runtime, recipe: str, flags: tuple[str, ...]) -> dict:
-    """Rows, validation losses and dtypes of ten steps, and the weights' sum of squares after them."""
-    config = load_config([recipe, *flags])
+    """Rows, a closer look, validation losses and dtypes of ten steps, and the weights' sum of squares after them."""
+    config = load_config([recipe, "--lr", "3e-3", *flags])  # at 1e-2, ten steps make 1e-4 of rounding
     trainer = Trainer(config, runtime, open_dataset(config.data.dataset))
     begin = embedding(trainer)
-    rows = [trainer.row(trainer.step(index, watch=True), index) for index in range(STEPS)]
+    probe = Probe(trainer.model, trainer.windows, trainer.norms)
+    rows = []
+    for index in range(STEPS):
+        probe.remember()
+        rows.append(trainer.row(trainer.step(index, watch=True), index))
+        if index == STEPS // 2:  # the steps after it show that it has left everything as it was
+            look = probe.measure(trainer.scale.scale)
     states = [v.dtype for state in trainer.optimizer.state.values() for v in state.values()]
     squares = {
         name: whole(t, True).double().square().sum().item()
@@ -42,6 +49,7 @@ def measure(runtime: Runtime, recipe: str, flags: tuple[str, ...]) -> dict:
     }
     return {
         "rows": rows,
+        "look": look,
         "val_loss": trainer.evaluate(),
         "dtypes": sorted({str(d) for d in (*states, *(p.dtype for p in trainer.model.parameters()))}),
         "tied": trainer.model.head.weight is trainer.model.embed.weight,

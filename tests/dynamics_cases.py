@@ -15,7 +15,7 @@ from training.trainer import Trainer
 
 CASES = {
     "pre": {"norm": "layernorm", "bias": True, "qk_norm": "off", "pos": "learned"},
-    "post": {"norm": "rmsnorm", "bias": False, "qk_norm": "head", "pos": "rope", "n_kv_head": 1},
+    "post": {"norm": "rmsnorm", "bias": False, "qk_norm": "head", "pos": "rope", "n_head": 4, "n_kv_head": 2},
     "output": {"norm": "layernorm", "bias": False, "qk_norm": "full", "pos": "learned"},
     "sandwich": {"norm": "rmsnorm", "bias": True, "qk_norm": "full", "pos": "rope", "tie_embeddings": False},
 }
@@ -25,7 +25,7 @@ SHAPE = {"n_layer": 2, "n_head": 2, "n_embd": 8, "block_size": 6, "vocab_size": 
 def known_model(placement: str, **changes) -> GPT:
     """Two layers in float64 whose every parameter is random, gains and biases too."""
     torch.manual_seed(5)
-    model = GPT(ModelConfig(**SHAPE, placement=placement, **CASES[placement] | changes)).double()
+    model = GPT(ModelConfig(**SHAPE | CASES[placement] | changes, placement=placement)).double()
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.3 * torch.randn_like(p))

@@ -93,10 +93,9 @@ def test_dropout_keeps_the_mean_and_repeats_with_the_seed():
 
 
 @pytest.mark.parametrize(
-    ("has", "dtype"),
-    [({"amx_bf16": True}, "bfloat16"), ({"avx512_bf16": True}, "bfloat16"), ({"avx2": True}, "float32")],
+    ("has", "fast"), [({"amx_bf16": True}, True), ({"avx512_bf16": True}, True), ({"avx2": True}, False)]
 )
-def test_the_processor_decides_what_auto_means(has, dtype, monkeypatch):
+def test_the_processor_decides_whether_bfloat16_is_worth_a_hint(has, fast, monkeypatch):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: has)
-    assert runtime.choose_dtype("auto", torch.device("cpu")) == dtype
-    assert runtime.choose_dtype("float32", torch.device("cpu")) == "float32"
+    assert runtime.multiplies_bfloat16(torch.device("cpu")) is fast
+    assert runtime.choose_dtype("auto", torch.device("cpu")) == "float32"

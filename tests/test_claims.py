@@ -9,10 +9,10 @@ import kernels
 import model
 from configs import command_line
 from data import ensure_prepared
-from kernels import eager, reference
+from kernels import aot, bench, eager, reference
 from tools import fold
 from tools.claims import __main__ as claims
-from tools.claims import experiments, growth, logits, page, parameters, warmup
+from tools.claims import cost, experiments, growth, logits, page, parameters, warmup
 from tools.claims import outcome as outcomes
 from tools.claims.claim import Claim, at_least, at_most, control, near
 from tools.claims.outcome import (
@@ -78,6 +78,14 @@ def test_a_claim_that_cannot_be_checked_says_why(monkeypatch):
     outcome = check_claim(24)
     assert outcome.verdict == "skipped"
     assert "Linux only" in as_text(outcome)
+
+
+def test_the_share_of_a_copy_is_bytes_over_time(monkeypatch):
+    """With one second for everything, a copy of n float32 moves 8 n bytes and each join its limit of n."""
+    monkeypatch.setattr(bench, "GPU_ELEMENTS", 4 * cost.WIDTH)
+    monkeypatch.setattr(bench, "interleaved", lambda prepares, *_: dict.fromkeys(prepares, 1.0))
+    limits = {f: aot.LIMITS[f, "forward"][0] / 8 for f in aot.FUNCTIONS}
+    assert cost.share_of_copy("cpu") == pytest.approx(limits)
 
 
 @pytest.mark.parametrize(("argv", "code"), [("--only 5", 0), ("--only 5,6", 1), ("--quick --only 6", 1)])

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 import random
+import re
 import resource
 import signal
 import subprocess
@@ -41,7 +42,7 @@ def argv(tmp_path) -> tuple[Path]:
 
 def killed_runs(folder: Path, kills: int, seed: int) -> None:
     """Kills a run at random moments until it has been killed so often, and lets it end."""
-    argv = (recipe(folder, steps=15 * kills), "--checkpoint-interval", 1, "--eval-interval", 7)
+    argv = (recipe(folder, steps=8 * kills), "--checkpoint-interval", 1, "--eval-interval", 7)
     assert launch(*argv, "--run-name", "whole")[0] == 0
     rng, run_dir, killed = random.Random(seed), folder / "killed", 0
     for _ in range(kills):
@@ -317,3 +318,19 @@ def test_a_folder_that_is_being_trained_is_refused(argv, tmp_path, capsys):
         assert f"{tmp_path / 'tiny'} is being trained by another process" in capsys.readouterr().err
     other.release()
     assert train(*argv, "--resume") == 0
+
+
+# The table
+
+
+def test_every_row_of_the_table_names_tests_that_exist():
+    tests = Path(__file__).parent
+    table = [r for r in (tests.parent / "docs/robustness.md").read_text().splitlines() if r.startswith("| ")]
+    rows = [row for row in table if "test_" in row]
+    assert len(rows) > 25
+    for row in rows:
+        file = ""
+        for name in re.findall(r"`([\w.:]+)`", row.rsplit(" | ", 1)[1]):
+            named, _, test = name.rpartition("::")
+            file = named or file
+            assert re.search(rf"def {test.strip('.')}", (tests / file).read_text()), name

@@ -82,18 +82,6 @@ def test_saved_tensors_are_those_of_the_table(function, kind):
     assert statistics.numel() == 6 * per_row
 
 
-@both_kinds
-@pytest.mark.parametrize("function", ["add_norm", "norm_add_norm"])
-def test_statistics_give_the_rms_of_the_stream(function, kind):
-    case = Case(function, kind, (4, 33), mean=2.0)
-    tensors = case.inputs()
-    gains = tensors["weight"], tensors.get("bias")
-    out = (tensors["out_weight"], tensors.get("out_bias")) if function == "norm_add_norm" else (None, None)
-    r, _, stats = fused.forward(tensors["x"], tensors["s"], *out, *gains, kind, 1e-5, torch.float32, True)
-    mean_square = fused.mean_square(stats, kind, 1e-5)
-    torch.testing.assert_close(mean_square, r.square().mean(-1), rtol=1e-5, atol=0)
-
-
 def test_one_gradient_buffer_serves_both_terms_of_a_sum_in_one_dtype():
     shared = fused.backward(
         *(torch.ones(3, 4, device=DEVICE) for _ in range(3)), None, None,

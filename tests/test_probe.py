@@ -8,7 +8,7 @@ from dynamics_cases import CASES, Textbook, known_model, rms, tiny_trainer, toke
 
 from model import GPT, ModelConfig, Norm, PreJoin
 from training.dynamics import PartNorms, branch_names, depth_names
-from training.probe import JoinRecord, Probe, mean_angle
+from training.probe import JoinRecord, Probe, mean_angle, stream_gradients
 from training.runtime import Runtime
 
 
@@ -64,13 +64,13 @@ def expected(model: GPT, before: dict) -> dict[str, float]:
         if part_of(name) == "norms" and name.endswith("weight"):
             top, *rest = name.removesuffix(".weight").split(".")
             short = ".".join([branch_names(2)[int(rest[0])], *rest[1:]]) if rest else top
-            values[f"gain/{short}.mean"] = float(p.mean())
-            values[f"gain/{short}.max"] = float(p.abs().max())
+            values[f"gain/{short}.mean"] = p.mean().item()
+            values[f"gain/{short}.max"] = p.abs().max().item()
     parts = ["embed", *branch_names(2), "norms", "head"]
     moved, size = dict.fromkeys(parts, 0.0), dict.fromkeys(parts, 0.0)
     for name, p in model.named_parameters():
-        moved[part_of(name)] += float(((p - before[name]) ** 2).sum())
-        size[part_of(name)] += float((before[name] ** 2).sum())
+        moved[part_of(name)] += ((p - before[name]) ** 2).sum().item()
+        size[part_of(name)] += (before[name] ** 2).sum().item()
     for part in parts:
         values[f"update_ratio/{part}"] = math.sqrt(moved[part] / size[part]) if size[part] else 0.0
     return values
@@ -190,6 +190,16 @@ def test_low_precision_agrees_with_float32(dtype, tmp_path):
     values = Probe(low.model, low.windows, low.norms).measure(low.scale.scale)
     for key, value in right.items():
         assert values[key] == pytest.approx(value, rel=0.05, abs=1e-6), key
+
+
+def test_the_loss_scale_keeps_a_float16_gradient_from_underflowing():
+    x = torch.ones(3, 4, dtype=torch.float16, requires_grad=True)
+
+    def look(scale):
+        return stream_gradients((1e-9 * x.float()).sum(), [x], scale)["stream_grad_rms/embed"].item()
+
+    assert look(2.0**16) == pytest.approx(1e-9, rel=1e-3)
+    assert look(1.0) == 0, "control"
 
 
 def test_the_gradient_of_a_fused_sum_includes_what_flows_through_its_norm():

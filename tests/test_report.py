@@ -203,6 +203,13 @@ def test_pictures(tmp_path, monkeypatch):
     assert all(path.stat().st_size > 5000 for path in (tmp_path / "png").iterdir())
 
 
+def test_the_runs_of_the_readme_are_there_and_differ_in_placement_only():
+    runs = load_runs([Path("docs/runs", placement) for placement in PLACEMENTS])
+    assert differences(runs) == {"placement": list(PLACEMENTS)}
+    for run in runs:
+        assert all(run.table(quantity).steps[-1] == 400 for quantity in QUANTITIES)
+
+
 @pytest.fixture(scope="module")
 def browser():
     playwright = pytest.importorskip("playwright.sync_api")

@@ -102,7 +102,7 @@ def save(
     """Writes the checkpoint of step `state.progress.step`; deletes all but the best and the newest `keep`.
 
     weights: tensors by name. about: {"model": ..., "tokenizer": ...}, JSON. val_loss: of exactly this step, or
-    None. Raises OSError when the disk fails, and leaves what was there as it was.
+    None. Raises OSError when the disk fails, or when there is this step already, and leaves all as it was.
     """
     folder = run_dir / "checkpoints"
     final = folder / f"step_{state.progress.step:08d}"
@@ -111,7 +111,6 @@ def save(
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         write(temporary, weights, about, state, val_loss)
-        remove(final)  # a damaged one: a run never comes twice to a step whose checkpoint is whole
         os.replace(temporary, final)
         sync(folder)
     finally:
@@ -334,14 +333,16 @@ def find(directory: str | Path, which: str = "latest") -> Path:
 
 
 def load_model(directory: str | Path, which: str = "latest") -> GPT:
-    """The GPT of a run, a checkpoint or a converted model, in evaluation mode, on the CPU, float32.
+    """The GPT of a run, a checkpoint or a converted model, in evaluation mode, on the CPU.
+
+    It computes in float32, whatever it was trained in, on any machine.
 
     which: "latest" or "best", for a run. Raises CheckpointError in one sentence.
     """
     path = find(directory, which)
     weights, about = read_model(path)
     check_weights(sketch(about["model"], weights, path), weights, path)
-    model = GPT(ModelConfig(**about["model"]))
+    model = GPT(ModelConfig(**about["model"] | {"dtype": "float32", "kernel": "auto"}))
     with torch.no_grad():
         for name, own in model_weights(model).items():
             own.copy_(weights[name])

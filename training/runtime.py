@@ -185,12 +185,12 @@ def choose_dtype(asked: str, device: torch.device) -> str:
         return asked
     if device.type == "cuda":
         return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
-    return "bfloat16" if device.type == "cpu" and multiplies_bfloat16() else "float32"
+    return "float32"  # a CPU's results should not depend on which one it is
 
 
-def multiplies_bfloat16() -> bool:
-    """Whether the processor has instructions for products of bfloat16; without them float32 is faster."""
-    has = torch.cpu.get_capabilities()
+def multiplies_bfloat16(device: torch.device) -> bool:
+    """Whether this is a processor with instructions for products of bfloat16, which are faster there."""
+    has = torch.cpu.get_capabilities() if device.type == "cpu" else {}
     return bool(has.get("amx_bf16") or has.get("avx512_bf16"))
 
 

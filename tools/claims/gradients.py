@@ -41,7 +41,7 @@ def judge(rows: list[Row]) -> Iterator[Check]:
             gradient = mean(row["gradient"] for row in those(rows, placement=placement, init=init))
             ratio, what = (gradient[0] / gradient[-1]).item(), f"{placement}, {init}: first layer over last"
             if placement != "post":
-                yield at_least(what, ratio, 2)
+                yield at_least(what, ratio, 1.25)
             elif init == "normal":
                 yield at_most(f"{what}, or its inverse", max(ratio, 1 / ratio), 2)
             else:
@@ -57,8 +57,8 @@ def draw(rows: list[Row]) -> "Figure":
         for placement in PLACEMENTS:
             gradient = mean(row["gradient"] for row in those(rows, placement=placement, init=init))
             axes.plot(gradient / gradient[-1], marker=".", label=placement)
-        axes.set(title=name, xlabel="layer", yscale="log")
-    picture.axes[0].set_ylabel("gradient of down, relative to the last layer's")
+        axes.set(title=name, xlabel="layer", xticks=range(0, LAYERS, 5), ylim=(0, None))
+    picture.axes[0].set_ylabel("gradient of down over the last layer's")
     picture.axes[0].legend()
     return picture
 

@@ -156,9 +156,9 @@ def folding():
             )
         model = tracked(placement=placement)
         yield at_most(f"{placement}, BatchNorm: change of the logits", difference(fold(model), model), 1e-5)
-    for kind in (*KINDS, "batchnorm"):
+    for kind, name in NAMES.items():
         model = small_model(torch.float32, norm=kind, placement="post")
-        yield equal(f"post, {kind}: the fold refuses", refuses(fold, model), True)
+        yield equal(f"post, {name}: the fold refuses", refuses(fold, model), True)
 
 
 @torch.no_grad()

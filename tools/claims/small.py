@@ -8,7 +8,7 @@ from model import GPT, ModelConfig, Norm, make_norm
 TIME, VOCAB = 8, 13
 SHAPE = {"n_layer": 2, "n_head": 2, "n_embd": 8, "block_size": TIME, "vocab_size": VOCAB}
 KINDS = ("layernorm", "rmsnorm")
-NAMES = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
+NAMES = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm", "batchnorm": "BatchNorm"}
 PLACEMENTS = ("pre", "post", "output", "sandwich")
 NEGLIGIBLE = 1e-30  # stands for an eps of 0, which the norms refuse
 
