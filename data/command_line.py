@@ -28,6 +28,8 @@ def read_flags(
 
 def unboxed(text: str) -> str:
     """The first paragraph of tyro's framed message as one sentence, with the nearest flag to an unknown one."""
+    plain = re.split(r"^-{9,}$", text, flags=re.M)  # where the terminal knows no frames, under a title
+    text = plain[1].strip() if len(plain) > 1 else text
     rows = [line.strip("│ ") for line in text.splitlines() if not line.startswith(("╭", "╰"))]
     first = list(itertools.takewhile(lambda row: not row.startswith("─"), rows))
     paragraph = " ".join(first)
@@ -38,6 +40,9 @@ def unboxed(text: str) -> str:
         return f"{unknown[1]} is neither a flag nor a value that its flag takes; --help lists what there is"
     if paragraph.startswith("Missing from"):
         return f"{' and '.join(flags_in(first))} must be given; --help explains"
+    ours = re.search(r"Value error, (.*?) \[type=", paragraph)  # raised by a dataclass's __post_init__
+    if ours:
+        return ours[1]
     union = re.match(r"Error parsing (\S+): no type matching (\S+) could.*? from \['(.*?)'\]", paragraph)
     if union:
         return f"{union[1]} is {union[3]!r}, but it takes {union[2].replace('|', ' or ')}"

@@ -96,8 +96,9 @@ def test_the_runs_take_turns():
 
 
 def test_the_command_prints_a_table_and_writes_json_and_a_picture(recipe, tmp_path, capsys):
-    argv = [str(recipe), "--rounds", "2", "--no-compiled", "--train", "--norm rmsnorm"]
-    profile.main([*argv, "--json", str(tmp_path / "p.json"), "--picture", str(tmp_path / "p.png")])
+    argv = [str(recipe), "--rounds", "2", "--no-compiled"]
+    argv += ["--json", str(tmp_path / "p.json"), "--picture", str(tmp_path / "p.png")]
+    profile.main([*argv, "--", "--norm", "rmsnorm"])
     found = json.loads((tmp_path / "p.json").read_text())
     share = found["time_share"]["eager"]["norms and joins"]
     assert found["ceiling_if_norms_were_free"] == pytest.approx(1 / (1 - share))

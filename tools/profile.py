@@ -1,10 +1,11 @@
 """Where the time of a training step goes: by class of operator, beside the share of FLOPs.
 
     python -m tools.profile configs/shakespeare_char_cpu.toml
-    python -m tools.profile configs/quickstart.toml --train "--norm rmsnorm" --picture profile.png
+    python -m tools.profile configs/quickstart.toml --picture profile.png -- --norm rmsnorm
     python -m tools.profile configs/shakespeare_char_cpu.toml --switches
 
-An operator of the backward pass belongs to the class of the forward operator that autograd made it for.
+Flags after `--` are train.py's. An operator of the backward pass belongs to the class of the forward operator that
+autograd made it for.
 FLOPs of products are PyTorch's count; those of norms are counted by hand, as PyTorch counts products only.
 A compiled step cannot be split up like this on the CPU: what was fused stands under `compiled`.
 """
@@ -50,8 +51,6 @@ class Options:
 
     recipe: tyro.conf.Positional[str]
     """A recipe, as for train.py."""
-    train: str = ""
-    """Flags of train.py, in quotes: --train "--norm rmsnorm --batch-size 16"."""
     rounds: int = 10
     """Steps of every setting that are measured."""
     compiled: bool = True
@@ -260,8 +259,9 @@ def draw(found: dict[str, Any], path: str) -> None:
 
 def main(argv: Sequence[str]) -> None:
     try:
-        options = command_line(Options, argv, "python -m tools.profile")
-        config = load_config([options.recipe, *options.train.split()])
+        end = argv.index("--") if "--" in argv else len(argv)
+        options = command_line(Options, argv[:end], "python -m tools.profile")
+        config = load_config([options.recipe, *argv[end + 1 :]])
         if options.switches:
             found = switches(config, options.rounds)
             print("\n".join(lines(found)))
