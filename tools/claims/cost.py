@@ -4,94 +4,21 @@ import math
 import multiprocessing
 import os
 import time
-from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from pathlib import Path
 from unittest import mock
 
 import torch
-from torch.profiler import ProfilerActivity, profile
-from torch.utils.flop_counter import FlopCounterMode
 
 import kernels
-from configs import OptimConfig
+from configs import load_config
 from kernels import aot, bench
-from model import GPT, ModelConfig
+from tools import profile
 from tools.claims.claim import Skipped, at_least, at_most, claim, control, equal, figure, near
 from tools.claims.small import random
-from training.optimizer import make_optimizer
 
-aten = torch.ops.aten
-CLASSES = ("matrix products", "attention", "normalization", "other")
-
-
-def per_element(count: int):
-    """A formula for the flop counter: so many operations per element of an operator's first tensor."""
-    return lambda shape, *_, out_shape=None, **__: count * math.prod(shape)
-
-
-def attention_flops(products: int):
-    """So many T x T x head_dim products; the causal half that is skipped is counted, as is customary."""
-
-    def formula(*shapes, out_shape=None, **_):
-        B, H, T, head_dim = shapes[products == 5]  # the backward's first tensor is the incoming gradient
-        return 2 * products * B * H * T * T * head_dim
-
-    return formula
-
-
-# Operations per element, counted from the formulas in kernels/reference.py and of GELU's tanh form, where a tanh
-# counts as one. What is missing here (copies, sums over rows) moves data and computes next to nothing.
-FLOPS = {
-    aten.native_layer_norm: per_element(7),
-    aten.native_layer_norm_backward: per_element(13),
-    aten._scaled_dot_product_flash_attention_for_cpu: attention_flops(2),
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_flops(5),
-    aten.gelu: per_element(9),
-    aten.gelu_backward: per_element(16),
-    aten.add: per_element(1),
-    aten.add_: per_element(1),
-    aten._log_softmax: per_element(4),
-    aten._log_softmax_backward_data: per_element(3),
-}
-
-
-def class_of(operator: str) -> str:
-    """By an operator's name, as the profiler (aten::mm) and the flop counter (aten.mm) write it."""
-    if "attention" in operator:
-        return "attention"
-    if "layer_norm" in operator:
-        return "normalization"
-    return "matrix products" if operator.replace("::", ".") in ("aten.mm", "aten.addmm") else "other"
-
-
-def shares(counts: Counter) -> dict[str, float]:
-    return {name: counts[name] / counts.total() for name in CLASSES}
-
-
-def training_step_shares(steps: int = 2) -> tuple[dict[str, float], dict[str, float]]:
-    """(share of FLOPs, share of time) by class of operator in training steps of a small pre-norm GPT on the CPU."""
-    torch.manual_seed(0)
-    model = GPT(ModelConfig(n_layer=4, n_head=4, n_embd=256, block_size=128, vocab_size=257))
-    optimizer = make_optimizer(model, OptimConfig())
-    tokens = torch.randint(257, (8, 128))
-
-    def step() -> None:
-        model(tokens, tokens.roll(-1, 1))[1].backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    flops, seconds = Counter(), Counter()
-    with FlopCounterMode(display=False, custom_mapping=FLOPS) as counted:
-        step()
-    for operator, count in counted.get_flop_counts()["Global"].items():
-        flops[class_of(str(operator))] += count
-    with profile(activities=[ProfilerActivity.CPU]) as profiled:
-        for _ in range(steps):
-            step()
-    for event in profiled.key_averages():
-        seconds[class_of(event.key)] += event.self_cpu_time_total
-    return shares(flops), shares(seconds)
+RECIPE = Path(__file__).parents[2] / "configs" / "quickstart.toml"
 
 
 def speedup(share: float, factor: float) -> float:
@@ -105,15 +32,20 @@ def speedup(share: float, factor: float) -> float:
     of_this_machine=True,
 )
 def training_step():
-    flops, seconds = training_step_shares()
-    for name in CLASSES:
-        yield figure(f"{name}: share of FLOPs, of time", f"{flops[name]:.2%}, {seconds[name]:.2%}")
-    ratio = seconds["normalization"] / flops["normalization"]
-    yield at_least("normalization: share of time over share of FLOPs", ratio, 1)
+    steps = profile.Steps(load_config([str(RECIPE), "--kernel", "torch", "--device", "cpu"]))
+    steps()  # the first one allocates
+    counts = profile.flops(steps)
+    flops = {name: count / sum(counts.values()) for name, count in counts.items()}
+    seconds = profile.time_by_class(steps, rounds=5)
+    for name, share in seconds.items():
+        of_flops = f"{flops[name]:.2%}" if name in flops else "not counted"
+        yield figure(f"{name}: share of FLOPs, of time", f"{of_flops}, {share:.2%}")
+    ratio = seconds["norms and joins"] / flops["norms and joins"]
+    yield at_least("norms and joins: share of time over share of FLOPs", ratio, 1)
     products = seconds["matrix products"] / flops["matrix products"]
     yield control(at_least("matrix products: share of time over share of FLOPs", products, 1))
-    share = seconds["normalization"]
-    yield figure("speed-up if this step's norms cost nothing", speedup(share, math.inf))
+    free = speedup(seconds["norms and joins"], math.inf)
+    yield figure("speed-up if this step's norms and joins cost nothing", free)
     yield near("speed-up if a share of 25.5% cost nothing", speedup(0.255, math.inf), 1.342, 5e-4)
     yield near("speed-up if a share of 10% became twice as fast", speedup(0.10, 2), 1.053, 5e-4)
 
