@@ -191,3 +191,12 @@ def test_a_trainer_state_of_another_form_is_refused(run, tmp_path, capsys, field
     sign(path)
     argv = [str(run), "--out-dir", str(tmp_path), "--resume"]
     assert str(path) in refused(capsys, lambda: script_main(argv))
+
+
+@pytest.mark.parametrize("text", ["[1]", "{}", '{"body": 1, "sha256": "x"}', "[" * 200_000, '"', "\xff"])
+def test_a_manifest_of_another_form_is_refused(tmp_path, text):
+    path = tmp_path / "checkpoints" / "step_00000001"
+    path.mkdir(parents=True)
+    (path / "manifest.json").write_text(text, encoding="latin-1")
+    with pytest.raises(checkpoint.CheckpointError, match="holds no whole checkpoint"):
+        checkpoint.load_model(tmp_path)
