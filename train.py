@@ -29,7 +29,7 @@ from training.divergence import EXIT_CODE, Diverged, Guard, replay
 from training.folder import RunFolder
 from training.keeper import Keeper
 from training.probe import Probe
-from training.runtime import USER_ERRORS, Runtime, leave, lost_peer, multiplies_bfloat16, start, stop
+from training.runtime import USER_ERRORS, Runtime, end, leave, lost_peer, multiplies_bfloat16, start, stop
 from training.stop import EXIT_INTERRUPTED, EXIT_STOPPED, EXIT_UNSAVED, StopRequest
 from training.tracker import Tracker
 from training.trainer import Trainer
@@ -278,4 +278,9 @@ def fit(config: Config, dataset: Dataset) -> Config:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    try:
+        main(sys.argv[1:])
+    except SystemExit as e:
+        if e.code and "WORLD_SIZE" in os.environ:
+            end(e.code)
+        raise

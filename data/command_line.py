@@ -39,7 +39,9 @@ def unboxed(text: str) -> str:
     if unknown:
         return f"{unknown[1]} is neither a flag nor a value that its flag takes; --help lists what there is"
     if paragraph.startswith("Missing from"):
-        return f"{' and '.join(flags_in(first))} must be given; --help explains"
+        entries = re.findall(r"^│ {5}(\S.*?) *│\n│ {9}(\S.*?)(?: \(required\))? *│", text, re.MULTILINE)
+        missing = [name.split()[0] if name.startswith("-") else about.rstrip(".") for name, about in entries]
+        return f"{' and '.join(missing)} must be given; --help explains"
     ours = re.search(r"Value error, (.*?) \[type=", paragraph)  # raised by a dataclass's __post_init__
     if ours:
         return ours[1]

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -164,8 +165,16 @@ def join(backend: str) -> None:
 
 
 def stop() -> None:
-    if dist.is_initialized():
+    """Leaves the group of processes, unless an error is under way: its others may be gone, and leaving would abort."""
+    if dist.is_initialized() and sys.exc_info()[0] is None:
         dist.destroy_process_group()
+
+
+def end(exit_code: int) -> NoReturn:
+    """Ends one of several processes with its own code, where the interpreter's way out could end in an abort."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
 
 
 def choose_device(asked: str) -> str:

@@ -22,6 +22,7 @@ from training.optimizer import learning_rate, make_optimizer
 from training.runtime import Runtime, accumulation
 
 SCALE_START, SCALE_INTERVAL = 2.0**16, 2000
+MOMENTS = (set(), {"step", "exp_avg", "exp_avg_sq"}, {"momentum_buffer"})  # of no step yet, AdamW, Muon
 
 
 @dataclass
@@ -226,6 +227,10 @@ class Trainer:
             if name not in own or name not in moments:
                 raise CheckpointError(
                     f"{path}/trainer.pt does not fit the model: {name} is in one of them only"
+                )
+            if moments[name].keys() not in MOMENTS:
+                raise CheckpointError(
+                    f"{path}/trainer.pt does not fit the optimizer: {sorted(moments[name])} of {name}"
                 )
             for key, value in moments[name].items():
                 if value.ndim and value.shape != own[name].shape:
