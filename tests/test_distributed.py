@@ -85,8 +85,14 @@ def test_the_windows_of_a_step_are_dealt_out_once(tmp_path):
 # Whole runs
 
 
-def workers(torchrun: int) -> list[int]:
-    return [int(pid) for pid in Path(f"/proc/{torchrun}/task/{torchrun}/children").read_text().split()]
+def workers(torchrun: int) -> dict[int, int]:
+    """Process ids by rank; the order of torchrun's children is not that of the ranks."""
+    found = {}
+    for pid in map(int, Path(f"/proc/{torchrun}/task/{torchrun}/children").read_text().split()):
+        for variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            if variable.startswith(b"RANK="):
+                found[int(variable.removeprefix(b"RANK="))] = pid
+    return found
 
 
 def assert_same_course(run_dir: Path, whole: Path) -> None:
@@ -160,7 +166,8 @@ def test_a_killed_process_on_another_machine_is_restarted(tmp_path):
     own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # as docs/robustness.md says
     machines = [start(*argv, torchrun=there, **own_store) for _ in range(2)]
     wait_for(lambda: (tmp_path / "tiny" / "checkpoints" / "step_00000008").exists())
-    os.kill(workers(machines[1].pid)[0], signal.SIGKILL)
+    [other] = workers(machines[1].pid).values()
+    os.kill(other, signal.SIGKILL)
     ends = [finish(machine) for machine in machines]
     assert [code for code, _, _ in ends] == [0, 0], ends
     assert sum(out.count("resuming") for _, out, _ in ends) == 1
