@@ -13,6 +13,7 @@ import bisect
 import errno
 import os
 import time
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -44,10 +45,7 @@ class _OpenFile:
 
     def __init__(self, path: Path):
         self.fd = os.open(path, os.O_RDONLY)
-
-    def __del__(self):
-        if hasattr(self, "fd"):
-            os.close(self.fd)
+        weakref.finalize(self, os.close, self.fd)
 
 
 class Tokens:

@@ -13,8 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .eager import eager_cpu
 from .reference import promote
 
+SCORES = 2**18  # scores in float32 that are computed at once, so that a core's cache holds them
+SHORTEST = 65  # T below which PyTorch's attention in float32 is as fast
 LONGEST = 512  # T from which the [T, T] scores cost more memory than they save time
 
 
@@ -24,14 +27,20 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0, impl: str =
     impl "torch" is PyTorch's scaled_dot_product_attention anywhere; otherwise CpuAttention replaces it where it
     is faster. Both give the same numbers within rounding, but draw different dropout.
     """
-    slow = q.dtype in (torch.bfloat16, torch.float16) or dropout > 0
-    if impl == "torch" or not slow or q.size(-2) > LONGEST or not eager_cpu(q):
-        grouped = k.size(1) != q.size(1)
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout, enable_gqa=grouped)
+    slow = q.dtype in (torch.bfloat16, torch.float16) or (dropout > 0 and not torch.compiler.is_compiling())
+    if impl == "torch" or not slow or q.size(-2) > LONGEST or q.device.type != "cpu":
+        return pytorch(q, k, v, dropout)
+    if dropout == 0 and q.size(-2) < SHORTEST:
+        return pytorch(promote(q), promote(k), promote(v), dropout).to(q.dtype)
     if k.size(1) != q.size(1):
         k, v = (t.repeat_interleave(q.size(1) // t.size(1), dim=1) for t in (k, v))
     rows = (t.reshape(-1, *t.shape[-2:]) for t in (q, k, v))
     return CpuAttention.apply(*rows, dropout).view(q.shape)
+
+
+def pytorch(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+    grouped = k.size(1) != q.size(1)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout, enable_gqa=grouped)
 
 
 class CpuAttention(torch.autograd.Function):
@@ -43,10 +52,13 @@ class CpuAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, dropout):
         ctx.scale, ctx.rescale = q.size(-1) ** -0.5, 1 / (1 - dropout)
-        wide = promote(q)
-        future = wide.new_full((q.size(1), q.size(1)), -math.inf).triu_(1)
-        scores = torch.baddbmm(future, wide, promote(k).mT, alpha=ctx.scale)
-        p = scores.softmax(-1).to(q.dtype)  # [N, T, T]
+        n, time, _ = q.shape
+        future = promote(q).new_full((time, time), -math.inf).triu_(1)
+        p = q.new_empty(n, time, time)
+        pieces = (t.split(max(SCORES // time**2, 1)) for t in (p, q, k))
+        for part, queries, keys in zip(*pieces, strict=True):
+            scores = torch.baddbmm(future, promote(queries), promote(keys).mT, alpha=ctx.scale)
+            part.copy_(scores.softmax(-1))
         kept = keep(p.shape, dropout, p.dtype) if dropout else None
         ctx.save_for_backward(q, k, v, p, kept)
         return (p if kept is None else p * kept) @ (v if kept is None else v * ctx.rescale)
@@ -78,7 +90,3 @@ def keep(shape: torch.Size, p: float, dtype: torch.dtype) -> Tensor:
     bits = torch.empty(-(-n // 4), dtype=torch.int64).random_(-(2**63), None)
     draws = bits.view(torch.int16)[:n].view(shape)
     return (draws >= round(p * 2**16) - 2**15).to(dtype)
-
-
-def eager_cpu(x: Tensor) -> bool:
-    return x.device.type == "cpu" and not torch.compiler.is_compiling()

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kernels import attend, dropout
-from kernels.attention import LONGEST, CpuAttention, keep
+from kernels import attend, attention, dropout
+from kernels.attention import LONGEST, SHORTEST, CpuAttention, keep
 from training import runtime
 
 
@@ -25,18 +25,22 @@ def direct(q, k, v):
     return CpuAttention.apply(*(t.flatten(0, 1) for t in (q, k, v)), 0.0).view(q.shape)
 
 
-def test_forward_and_backward_are_pytorchs_in_float64():
+@pytest.mark.parametrize("scores", [attention.SCORES, 200])
+def test_forward_and_backward_are_pytorchs_in_float64(scores, monkeypatch):
+    """All scores at once, and those of two heads of the eight at a time."""
+    monkeypatch.setattr(attention, "SCORES", scores)
     tensors = heads()
     want = with_gradients(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), tensors)
     torch.testing.assert_close(with_gradients(direct, tensors), want, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("time", [SHORTEST - 1, SHORTEST])
 @pytest.mark.parametrize("n_kv", [4, 2])
-def test_bfloat16_errs_no_more_than_twice_pytorch(n_kv):
+def test_bfloat16_errs_no_more_than_twice_pytorch(n_kv, time):
     exact = with_gradients(
-        lambda *t: F.scaled_dot_product_attention(*t, is_causal=True, enable_gqa=True), heads(n_kv, 64)
+        lambda *t: F.scaled_dot_product_attention(*t, is_causal=True, enable_gqa=True), heads(n_kv, time)
     )
-    low = heads(n_kv, 64, torch.bfloat16)
+    low = heads(n_kv, time, torch.bfloat16)
     ours = with_gradients(attend, low)
     theirs = with_gradients(lambda *t: attend(*t, impl="torch"), low)
     assert any(not torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)), "one path is not used"
@@ -50,11 +54,13 @@ def test_pytorchs_own_runs_where_it_is_as_fast(dtype, monkeypatch):
     calls = []
     monkeypatch.setattr(CpuAttention, "apply", lambda *a: calls.append(a) or a[0])
     attend(*heads(dtype=torch.float32))
+    attend(*heads(T=SHORTEST - 1, dtype=dtype))
     attend(*heads(T=LONGEST + 1, dtype=dtype))
     attend(*heads(dtype=dtype), dropout=0.5, impl="torch")
     assert not calls
     attend(*heads(dtype=dtype), dropout=0.5)
-    assert len(calls) == 1
+    attend(*heads(T=SHORTEST, dtype=torch.bfloat16))
+    assert len(calls) == 2
 
 
 def test_dropout_of_the_probabilities_is_what_backward_sees():
@@ -93,9 +99,15 @@ def test_dropout_keeps_the_mean_and_repeats_with_the_seed():
 
 
 @pytest.mark.parametrize(
-    ("has", "fast"), [({"amx_bf16": True}, True), ({"avx512_bf16": True}, True), ({"avx2": True}, False)]
+    ("has", "width", "dtype"),
+    [
+        ({"amx_bf16": True}, runtime.WIDE, "bfloat16"),
+        ({"avx512_bf16": True}, runtime.WIDE, "bfloat16"),
+        ({"amx_bf16": True}, runtime.WIDE - 1, "float32"),
+        ({"avx2": True}, 4096, "float32"),
+    ],
 )
-def test_the_processor_decides_whether_bfloat16_is_worth_a_hint(has, fast, monkeypatch):
+def test_a_cpu_computes_in_bfloat16_where_that_is_faster(has, width, dtype, monkeypatch):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: has)
-    assert runtime.multiplies_bfloat16(torch.device("cpu")) is fast
-    assert runtime.choose_dtype("auto", torch.device("cpu")) == "float32"
+    assert runtime.choose_dtype("auto", torch.device("cpu"), width) == dtype
+    assert runtime.choose_dtype("float16", torch.device("cpu"), width) == "float16"

@@ -18,6 +18,7 @@ from training.checkpoint import CheckpointError
 
 T = TypeVar("T")
 USER_ERRORS = (ConfigError, DataError, CheckpointError)
+WIDE = 96  # width from which a CPU's faster products outweigh the casts (docs/performance.md)
 LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed")
 
 
@@ -137,7 +138,7 @@ def start(config: Config) -> tuple[Config, Runtime]:
             "optimizer muon needs whole matrices, which parallel fsdp shards; take --parallel ddp"
         )
     check_division(config, world)
-    config = replace(config, "model", dtype=choose_dtype(config.model.dtype, device))
+    config = replace(config, "model", dtype=choose_dtype(config.model.dtype, device, config.model.n_embd))
     problem = kernels.triton_problem(kind, config.model.n_embd)
     if problem and config.model.kernel == "triton":
         raise ConfigError(f"--kernel triton: {problem}")
@@ -189,12 +190,13 @@ def choose_device(asked: str) -> str:
     return asked
 
 
-def choose_dtype(asked: str, device: torch.device) -> str:
+def choose_dtype(asked: str, device: torch.device, width: int) -> str:
+    """What a model whose stream is `width` wide computes in: on a CPU bfloat16 only where its products are faster."""
     if asked != "auto":
         return asked
     if device.type == "cuda":
         return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
-    return "float32"  # a CPU's results should not depend on which one it is
+    return "bfloat16" if multiplies_bfloat16(device) and width >= WIDE else "float32"
 
 
 def multiplies_bfloat16(device: torch.device) -> bool:

@@ -155,7 +155,12 @@ class Trainer:
     def seed(self, index: int, micro_step: int) -> None:
         """Fixes the dropout of one micro-batch on one process."""
         place = (index * self.accumulation + micro_step) * self.runtime.world + self.runtime.rank
-        torch.manual_seed(self.config.run.seed * 0x9E3779B97F4A7C15 + place & 0x7FFFFFFFFFFFFFFF)
+        seed = self.config.run.seed * 0x9E3779B97F4A7C15 + place & 0x7FFFFFFFFFFFFFFF
+        torch.default_generator.manual_seed(
+            seed
+        )  # torch.manual_seed visits every kind of device, at each step
+        if self.runtime.device.type != "cpu":
+            torch.get_device_module(self.runtime.device).manual_seed(seed)
 
     def row(self, values: dict[str, Tensor], index: int) -> dict[str, float]:
         """What `step(watch=True)` gave, by one transfer, under its names in metrics.jsonl; and `diverged`, 0 or 1."""
