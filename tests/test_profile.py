@@ -27,10 +27,11 @@ def steps(recipe, *flags) -> Steps:
     return made
 
 
+@pytest.mark.parametrize("dropout", ["0.1", "0"])  # attention by matrix products, and PyTorch's own
 @pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
-def test_pytorchs_count_of_flops_is_the_formulas(recipe, mlp):
+def test_pytorchs_count_of_flops_is_the_formulas(recipe, mlp, dropout):
     """6 per weight and token, and 12 T per head feature: attention's square counted in full."""
-    made = steps(recipe, "--dtype", "bfloat16", "--mlp", mlp, "--kernel", "auto")
+    made = steps(recipe, "--dtype", "bfloat16", "--mlp", mlp, "--dropout", dropout)
     counted = flops(made)
     model = made.trainer.model
     config = model.config

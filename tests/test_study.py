@@ -39,6 +39,9 @@ def test_both_cells_are_trained_and_differ(place, results):
     assert results[0]["curve"][-1][1] < results[0]["curve"][0][1] - 0.05
     table = (place.parent / "docs" / "tiny.md").read_text(encoding="utf-8")
     assert f"{results[1]['val_loss']:.4f}" in table
+    page = (place.parent / "runs" / "report.html").read_text(encoding="utf-8")
+    assert "norm=layernorm+seed=1" in page
+    assert "norm=rmsnorm+seed=1" in page
     assert (place.parent / "docs" / "tiny.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -22,7 +22,7 @@ import torch
 import tyro
 from pydantic.dataclasses import dataclass
 from torch.profiler import ProfilerActivity, profile, record_function
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 import kernels
 from configs import STRICT, Config, ConfigError, command_line, load_config, replace, require, user_error
@@ -42,6 +42,12 @@ CLASSES = (
 )
 MARK = "class: "
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::linear", "aten::matmul")
+FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+CPU_ATTENTION = {  # which PyTorch's counter does not know; backward has twice the products, none counted again
+    FLASH: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
+    FLASH_BACKWARD: lambda dy, q, k, v, *_, **__: 2 * sdpa_flop_count(q, k, v),
+}
 NORM_FLOPS = {"layernorm": 16, "rmsnorm": 12, "batchnorm": 16}  # operations per element, forward and backward
 
 
@@ -165,7 +171,7 @@ def class_of(event, owners: dict[int, str]) -> str:
 
 def flops(steps: Steps) -> dict[str, int]:
     """FLOPs of one step by class: products as PyTorch counts them, norms by hand."""
-    with FlopCounterMode(display=False) as counter:
+    with FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION) as counter:
         steps()
     counts = {"matrix products": 0, "attention": 0}
     for op, n in counter.get_flop_counts()["Global"].items():

@@ -5,7 +5,8 @@
 
 Each cell is one run of train.py on one thread, as many at once as there are cores. A cell that has finished is
 not run again, so the same command goes on after an interruption; `--cell` repeats one and says whether its
-loss is the same to the last bit. The table, the curves and a picture go to docs/study/, the runs to out/.
+loss is the same to the last bit. The table, the curves and a picture go to docs/study/; the runs, and a report page
+of each setting at its best learning rate, to out/.
 """
 
 import itertools
@@ -28,8 +29,12 @@ from tqdm import tqdm
 from configs import GRID, OWNER, STRICT, ConfigError, command_line, load_config, require, user_error
 from data import DataError, ensure_prepared
 from tools import study_results
+from tools.report.page import page
+from tools.report.runs import load_runs
 from training.divergence import EXIT_CODE as DIVERGED
 from training.tracker import read_metrics
+
+MOST_RUNS = 20  # that one page can show
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -112,6 +117,15 @@ class Study:
             pool.shutdown(cancel_futures=True)
         return results
 
+    def report(self, results: Sequence[dict[str, Any]]) -> Path:
+        """The page of the first seed of each setting at its best learning rate, as many as a page takes."""
+        best = study_results.best_rates(list(results)).values()
+        names = {json.dumps(cell): name for name, cell in self.cells.items()}
+        folders = [str(self.out / names[json.dumps(group[0]["cell"])]) for group in best]
+        path = self.out / "report.html"
+        path.write_text(page(load_runs(folders[:MOST_RUNS])), encoding="utf-8")
+        return path
+
 
 def flags(cell: dict[str, Any]) -> list[str]:
     return [part for key, value in cell.items() for part in (f"--{key.replace('_', '-')}", str(value))]
@@ -168,6 +182,7 @@ def main(argv: Sequence[str]) -> None:
         user_error(str(e))
     command = f"python -m tools.study {options.recipe}"
     study_results.write(Path(options.docs) / study.name, list(results.values()), command)
+    print(f"{study.report(list(results.values()))}: open it in a browser")
 
 
 if __name__ == "__main__":

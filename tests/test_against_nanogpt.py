@@ -1,0 +1,95 @@
+"""Both sides on the same batches, and the arithmetic of the line that is printed."""
+
+import json
+
+import pytest
+import torch
+from tiny_runs import recipe as tiny_recipe
+
+from configs import load_config
+from tools import against_nanogpt as against
+from tools.against_nanogpt import load_nanogpt, nanogpt, ours, summary
+from training.clock import flops_per_token
+
+PEER = '''
+from dataclasses import dataclass
+import torch
+
+@dataclass
+class GPTConfig:
+    block_size: int; vocab_size: int; n_layer: int; n_head: int; n_embd: int; dropout: float; bias: bool
+
+class GPT(torch.nn.Module):
+    """The interface that a checkout has, around a table of bigrams."""
+    seen = []
+
+    def __init__(self, config):
+        super().__init__()
+        self.logits = torch.nn.Embedding(config.vocab_size, config.vocab_size)
+
+    def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):
+        return torch.optim.AdamW(self.parameters(), learning_rate, betas, weight_decay=weight_decay)
+
+    def forward(self, tokens, targets):
+        self.seen.append(tokens)
+        loss = torch.nn.functional.cross_entropy(self.logits(tokens).flatten(0, 1), targets.flatten())
+        return None, loss
+'''
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    (tmp_path / "peer").mkdir()
+    (tmp_path / "peer" / "model.py").write_text(PEER, encoding="utf-8")
+    return tmp_path / "peer"
+
+
+@pytest.mark.parametrize("random_tokens", [False, True])
+def test_the_peer_trains_on_our_batches(tmp_path, checkout, random_tokens):
+    trainer = ours(load_config([str(tiny_recipe(tmp_path))]), random_tokens)
+    module = load_nanogpt(str(checkout))
+    step = nanogpt(module, trainer)
+    for index in range(2):
+        step(index)
+    expected = [trainer.batches.batch(i, trainer.rows(m))[0] for i in range(2) for m in range(4)]
+    assert torch.equal(torch.stack(module.GPT.seen), torch.stack(expected))
+    assert len({t.sum().item() for t in expected}) > 4  # and they are not one batch
+
+
+def test_the_line_is_by_hand(tmp_path):
+    model = ours(load_config([str(tiny_recipe(tmp_path))]), False).model
+    found = summary({"ours": [1.0, 2.0, 4.0], "nanogpt": [3.0, 2.0, 8.0]}, {}, model, 8)
+    assert found["tokens_per_step"] == 8 * 16
+    assert (found["ours"]["tokens_per_s"], found["nanogpt"]["tokens_per_s"]) == (64.0, 128 / 3)
+    assert found["ratio"] == {"median": 2.0, "low": 1.5, "high": 2.5}
+    assert found["ours"]["mfu"] is None
+
+
+def test_the_share_of_a_known_peak(tmp_path, monkeypatch):
+    model = ours(load_config([str(tiny_recipe(tmp_path))]), False).model
+    monkeypatch.setattr(against, "peak_flops", lambda device: 64.0 * flops_per_token(model) * 4)
+    found = summary({"ours": [1.0, 2.0, 4.0], "nanogpt": [4.0, 4.0, 4.0]}, {}, model, 8)
+    assert (found["ours"]["mfu"], found["nanogpt"]["mfu"]) == (0.25, 0.125)
+
+
+def test_one_command_prints_one_line(tmp_path, checkout, capsys):
+    file = str(tiny_recipe(tmp_path))
+    against.main(
+        [file, "--nanogpt", str(checkout), "--rounds", "2", "--steps", "1", "--", "--batch-size", "4"]
+    )
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["tokens_per_step"] == 4 * 16
+    assert found["ratio"]["low"] <= found["ratio"]["median"] <= found["ratio"]["high"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [((), "model.py does not exist"), (("--rounds", "1"), "quartiles want at least 2")],
+)
+def test_a_mistake_is_one_sentence(tmp_path, flags, says, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        against.main([str(tiny_recipe(tmp_path)), "--nanogpt", str(tmp_path), *flags])
+    assert stopped.value.code == 2
+    message = capsys.readouterr().err.strip()
+    assert says in message
+    assert "\n" not in message
