@@ -10,7 +10,7 @@ from test_probe import part_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from model import GPT, Linear, ModelConfig
-from training.clock import Clock, flops_per_token, peak_flops
+from training.clock import Clock, duration, flops_per_token, peak_flops
 from training.dynamics import Observed, PartNorms, branch_names, depth_names, part_names
 from training.runtime import Runtime
 
@@ -201,3 +201,22 @@ def test_rows_of_a_run(tmp_path):
         12: sorted([*log, *look, "update_ratio", "val"]),
     }
     assert [row["tokens"] for row in rows] == [24 * row["iter"] for row in rows]
+
+
+def test_the_clock_tells_the_rate_of_the_last_lap_and_the_time_that_is_left(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("training.clock.time.perf_counter", lambda: now[0])
+    clock, told = Clock(1000, 0, 1000), []
+    now[0] += 2.0
+    row = clock.lap(4)
+    assert row == {"perf/tokens_per_s": 2000.0, "perf/step_ms": 500.0}
+    for step, more in ((4, 0), (5, 1.9), (6, 0.2)):
+        now[0] += more
+        clock.show(step, {"train/loss": 1.5}, lambda text, flush: told.append(text))
+    clock.show(800, {"val/loss": 2.0}, lambda text, flush: told.append(text))
+    assert told == [
+        "step 4/1000  loss 1.5000  2,000 tokens/s  8:18 left",
+        "step 6/1000  loss 1.5000  2,000 tokens/s  8:17 left",
+        "step 800/1000  val loss 2.0000  2,000 tokens/s  1:40 left",
+    ]
+    assert duration(2 * 3600 + 65) == "2:01:05"

@@ -218,15 +218,23 @@ def test_a_last_checkpoint_that_fails_is_the_exit_code(argv, tmp_path, monkeypat
     assert_same_end(tmp_path / "tiny", tmp_path / "whole")
 
 
-def test_a_small_tmpfs_that_fills_up_costs_nothing_saved_before(argv, tmp_path):
-    disk = tmp_path / "disk"
-    disk.mkdir()
+@contextlib.contextmanager
+def small_disk(place: Path, size: str):
+    """A tmpfs at `place`."""
+    place.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], capture_output=True
+        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)], capture_output=True
     )
     if mounted.returncode:
         pytest.skip(f"mounting a tmpfs needs root: {mounted.stderr.decode().strip()}")
     try:
+        yield place
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
+
+
+def test_a_small_tmpfs_that_fills_up_costs_nothing_saved_before(argv, tmp_path):
+    with small_disk(tmp_path / "disk", "1m") as disk:
         assert train(*argv, "--run-name", "tiny", "--out-dir", disk) == 0
         whole = {p: p.read_bytes() for p in (disk / "tiny" / "checkpoints").rglob("*") if p.is_file()}
         free = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
@@ -237,8 +245,48 @@ def test_a_small_tmpfs_that_fills_up_costs_nothing_saved_before(argv, tmp_path):
         (disk / "filler").unlink()
         assert train(*argv, "--out-dir", disk, "--resume", "--max-iters", "16") == 0
         assert saved(disk / "tiny")[1].progress.step == 16
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
+
+
+FILLING = """
+import contextlib, sys
+import train
+from training.trainer import Trainer
+full_at, filler, *argv = sys.argv[1:]
+step = Trainer.step
+def patched(self, index, watch):
+    if index + 1 == int(full_at):
+        with contextlib.suppress(OSError), open(filler, "wb", buffering=0) as f:
+            while f.write(bytes(4096)):
+                pass
+    return step(self, index, watch)
+Trainer.step = patched
+train.main(argv)
+"""
+
+
+@pytest.mark.parametrize("when", ["from the start", "during training"])
+def test_a_disk_without_room_for_wandb_costs_wandb_only(argv, tmp_path, monkeypatch, when):
+    """In a process of its own, as wandb has something to say at its end too."""
+    assert train(*argv, "--run-name", "whole") == 0
+    with monkeypatch.context() as patch:
+        before_step(patch, 3, lambda: signal.raise_signal(signal.SIGTERM))
+        assert train(*argv) == EXIT_STOPPED  # so that there is a folder to mount the disk in
+    argv = (*argv, "--resume", "--wandb", "offline")
+    with small_disk(tmp_path / "tiny" / "wandb", "4m") as disk:
+        if when == "from the start":
+            (disk / "filler").write_bytes(bytes(4 * 2**20))
+            process = start(*argv)
+        else:
+            process = start(FILLING, 8, disk / "filler", *argv, program="-c")
+        code, _, error = finish(process, timeout=120)
+        assert os.statvfs(disk).f_bavail == 0
+        assert any(disk.glob("offline-run-*")) == (when == "during training")
+    assert code == 0, error
+    metrics = tmp_path / "tiny" / "metrics.jsonl"
+    assert (
+        error == f"wandb failed (no space left in {disk}); training goes on, and {metrics} has everything\n"
+    )
+    assert rows(tmp_path / "tiny") == rows(tmp_path / "whole")
 
 
 def test_a_read_only_folder_is_told_before_training(argv, tmp_path, monkeypatch, capsys):

@@ -98,8 +98,9 @@ def test_labels_tell_runs_apart():
 def test_differences_and_finals(tmp_path):
     runs = load_runs([write_run(tmp_path / p, placement=p, n_head=4) for p in PLACEMENTS])
     assert differences(runs) == {"placement": list(PLACEMENTS)}
+    runs[0].rows[2]["val/loss"] = 2.5
     assert finals(runs[0]) == {
-        **{"step": 20, "val loss": 3.0, "best val loss": 3.0, "train loss": 3.5},
+        **{"step": 20, "val loss": 3.0, "best val loss": 2.5, "train loss": 3.5},
         **{"largest stream RMS": 140.0, "tokens/s": 1000.0},
     }
 

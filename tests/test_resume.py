@@ -11,7 +11,12 @@ from training import checkpoint, folder, trainer
 from training.stop import EXIT_STOPPED
 
 FLOAT16 = ("--dtype", "float16", "--residual-dtype", "compute")
-VARIANTS = {"float32": (), "float16": FLOAT16, "post_untied": ("--placement", "post", "--no-tie-embeddings")}
+VARIANTS = {
+    "float32": (),
+    "float16": FLOAT16,
+    "post_untied": ("--placement", "post", "--no-tie-embeddings"),
+    "muon": ("--optimizer", "muon"),
+}
 
 
 @pytest.fixture(params=VARIANTS)
@@ -59,6 +64,14 @@ def test_the_float16_case_has_steps_that_the_scaler_skips(tmp_path, monkeypatch)
     scale, good_steps = saved(tmp_path / "tiny")[1].scaler
     assert scale < 2.0**22
     assert 0 < good_steps < STEPS
+
+
+def test_the_muon_case_has_muons_state_for_hidden_matrices_only(tmp_path):
+    assert train(recipe(tmp_path), *VARIANTS["muon"]) == 0
+    weights, state = saved(tmp_path / "tiny")
+    for name, moments in state.optimizer.items():
+        hidden = name.startswith("branches") and weights[name].ndim == 2
+        assert moments.keys() == ({"momentum_buffer"} if hidden else {"step", "exp_avg", "exp_avg_sq"}), name
 
 
 @pytest.fixture

@@ -193,6 +193,40 @@ def test_a_trainer_state_of_another_form_is_refused(run, tmp_path, capsys, field
     assert str(path) in refused(capsys, lambda: script_main(argv))
 
 
+NORM = "joins.0.next_norm.weight"
+FOREIGN = {
+    "an extra moment": (
+        lambda moments: moments[NORM].update(max_exp_avg_sq=torch.zeros(16)),
+        f"does not fit the optimizer: ['exp_avg', 'exp_avg_sq', 'max_exp_avg_sq', 'step'] of {NORM}",
+    ),
+    "a moment of another shape": (
+        lambda moments: moments[NORM].update(exp_avg_sq=torch.zeros(8)),
+        f"does not fit the model: exp_avg_sq of {NORM}",
+    ),
+    "a missing parameter": (
+        lambda moments: moments.pop(NORM),
+        f"does not fit the model: {NORM} is in one of them only",
+    ),
+    "an unknown parameter": (
+        lambda moments: moments.update(surprise=moments[NORM]),
+        "does not fit the model: surprise is in one of them only",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", FOREIGN)
+def test_another_optimizers_state_is_refused(run, tmp_path, capsys, what):
+    change, says = FOREIGN[what]
+    shutil.copytree(run.parent / "tiny", tmp_path / "tiny", symlinks=True)
+    path = checkpoint.newest(tmp_path / "tiny").path
+    state = torch.load(path / "trainer.pt", weights_only=True)
+    change(state["optimizer"])
+    torch.save(state, path / "trainer.pt")
+    sign(path)
+    argv = [str(run), "--out-dir", str(tmp_path), "--resume"]
+    assert f"{path}/trainer.pt {says}" in refused(capsys, lambda: script_main(argv))
+
+
 @pytest.mark.parametrize("text", ["[1]", "{}", '{"body": 1, "sha256": "x"}', "[" * 200_000, '"', "\xff"])
 def test_a_manifest_of_another_form_is_refused(tmp_path, text):
     path = tmp_path / "checkpoints" / "step_00000001"

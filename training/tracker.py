@@ -3,14 +3,18 @@
 import contextlib
 import errno
 import json
+import logging
 import math
 import os
+import shutil
 import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from configs import Config
+
+WANDB_ROOM = 2**20  # bytes that an offline run is left, enough for a step's numbers and for its end
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -49,6 +53,7 @@ class Tracker:
     def __init__(self, run_dir: Path, config: Config, facts: dict[str, Any], wandb_id: str | None):
         self.path = run_dir / "metrics.jsonl"
         self.wandb_id, self.run = wandb_id, None
+        self.offline, self.wandb_dir = config.run.wandb == "offline", run_dir / "wandb"
         self.unwritten = b""
         if config.run.wandb != "disabled":
             with self.surviving_wandb():
@@ -66,7 +71,9 @@ class Tracker:
             )
 
     def start_wandb(self, run_dir: Path, config: Config, facts: dict[str, Any]) -> None:
-        if config.run.wandb == "offline":
+        logging.raiseExceptions = False  # wandb logs to files; on a full disk each line would be a traceback
+        if self.offline:
+            self.check_room()
             for name in ("CACHE", "CONFIG", "DATA"):
                 os.environ.setdefault(
                     f"WANDB_{name}_DIR", str(run_dir.parent.absolute() / ".cache" / "wandb")
@@ -89,12 +96,20 @@ class Tracker:
         for name in ("val/loss", "train/loss"):
             self.run.define_metric(name, summary="min")
 
+    def check_room(self) -> None:
+        """Raises where the disk is full, as wandb's service then loses what it is given and tells nobody."""
+        self.wandb_dir.mkdir(exist_ok=True)
+        if shutil.disk_usage(self.wandb_dir).free < WANDB_ROOM:
+            raise RuntimeError(f"no space left in {self.wandb_dir}")
+
     def log(self, row: dict[str, Any]) -> None:
         """All numbers of one step; a number that is not finite is written as null."""
         row = {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in row.items()}
         self.append(json.dumps(row, allow_nan=False).encode() + b"\n")
         if self.run:
             with self.surviving_wandb():
+                if self.offline:
+                    self.check_room()
                 self.run.log({k: v for k, v in row.items() if k != "iter"}, step=row["iter"])
 
     def append(self, line: bytes) -> None:
