@@ -11,6 +11,7 @@ import pytest
 from dynamics_cases import train_here
 
 from configs import Config, replace, to_toml
+from tools.report import pictures
 from tools.report.__main__ import main
 from tools.report.page import page_data, short, steps_shown
 from tools.report.pictures import COLOURS, DASHES
@@ -202,6 +203,29 @@ def test_pictures(tmp_path, monkeypatch):
     ]
     assert written == sorted(expected)
     assert all(path.stat().st_size > 5000 for path in (tmp_path / "png").iterdir())
+
+
+def test_pictures_show_the_recorded_numbers(tmp_path, monkeypatch):
+    """Every line of the loss and of the profile, and every cell of the heat map, at the values of `write_run`."""
+    drawn = {}
+    monkeypatch.setattr(pictures, "finish", lambda figure, path: drawn.setdefault(path.stem, figure) and path)
+    monkeypatch.setattr(pictures, "QUANTITIES", [q for q in QUANTITIES if q.id == "residual_rms"])
+    runs = load_runs([write_run(tmp_path / p, placement=p) for p in PLACEMENTS[:2]])
+    pictures.save_pictures(runs, tmp_path / "png")
+    train, val = drawn["loss"].axes[0].lines[:2]
+    assert list(val.get_ydata()) == [5.0, 4.5, 4.0, 3.5, 3.0]
+    assert list(train.get_ydata()) == [5.5, 5.0, 4.5, 4.0, 3.5]
+    assert len(drawn["loss"].axes[0].lines) == 2 * len(runs)
+    lines = drawn["residual_rms_profile"].axes[0].lines
+    assert [line.get_label() for line in lines] == list(PLACEMENTS[:2])
+    assert all(list(line.get_xdata()) == [0, 0.5, 1, 1.5, 2, 2.5, 3] for line in lines)
+    assert all(list(line.get_ydata()) == [20.0 * (1 + i) for i in range(7)] for line in lines)
+    first, second = drawn["residual_rms_heat"].axes[:2]
+    for ax in (first, second):
+        [mesh] = ax.collections
+        grid = mesh.get_array().reshape(7, 5)
+        assert grid[:, 0].tolist() == [1.0 + i for i in range(7)]
+        assert grid[:, -1].tolist() == [20.0 * (1 + i) for i in range(7)]
 
 
 def test_the_runs_of_the_readme_are_there_and_differ_in_placement_only():
