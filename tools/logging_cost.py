@@ -53,8 +53,9 @@ class LoggingCost:
 def measure(config: Config, rounds: int = ROUNDS) -> LoggingCost:
     """The cost of logging on this machine, for a configuration as `load_config` gives it.
 
-    A round is log_interval steps without logging, as many with the last one logged, and a closer look. The device
-    is waited for at the end of each, so what logging makes the host wait is counted. Raises ConfigError, DataError.
+    A round is some steps without logging, as many with the last one logged, and a closer look. The device is waited
+    for at the end of each, so what logging makes the host wait is counted: `some` is log_interval where the host runs
+    ahead of the device, and one on a CPU, where it cannot. Raises ConfigError, DataError.
     """
     config, runtime = start(config)
     ensure_prepared(config.data.dataset)
@@ -62,12 +63,12 @@ def measure(config: Config, rounds: int = ROUNDS) -> LoggingCost:
     config = replace(config, "model", vocab_size=config.model.vocab_size or dataset.vocab_size)
     trainer = Trainer(config, runtime, dataset)
     probe = Probe(trainer.model, trainer.windows, trainer.norms)
-    step = 0
+    step, some = 0, 1 if runtime.device.type == "cpu" else config.run.log_interval
 
     def steps(watch_last: bool) -> dict[str, float]:
         nonlocal step
-        for i in range(config.run.log_interval):
-            values = trainer.step(step, watch := watch_last and i == config.run.log_interval - 1)
+        for i in range(some):
+            values = trainer.step(step, watch := watch_last and i == some - 1)
             step += 1
         return trainer.row(values, step - 1) if watch else {}
 
@@ -89,8 +90,7 @@ def measure(config: Config, rounds: int = ROUNDS) -> LoggingCost:
         1000 * statistics.median(column)
         for column in zip(*((plain, log - plain, closer) for plain, log, closer in times), strict=True)
     )
-    n = config.run.log_interval
-    return LoggingCost(plain / n, extra, closer, n, config.run.probe_interval)
+    return LoggingCost(plain / some, extra, closer, config.run.log_interval, config.run.probe_interval)
 
 
 def seconds(work: Callable[[], object], device: torch.device) -> float:
