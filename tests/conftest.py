@@ -1,6 +1,7 @@
 """Test settings that must stand before anything is imported."""
 
 import os
+import signal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are tiny, and several workers share the cores
 
@@ -9,3 +10,7 @@ import torch
 # Without a GPU the Triton kernels run in Triton's interpreter, which is chosen when they are imported.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# A shell's background jobs ignore SIGINT, and so would every run that a test interrupts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
