@@ -278,9 +278,12 @@ def fit(config: Config, dataset: Dataset) -> Config:
 
 
 if __name__ == "__main__":
+    exit_code = 0
     try:
         main(sys.argv[1:])
     except SystemExit as e:
-        if e.code and "WORLD_SIZE" in os.environ:
-            end(e.code)
-        raise
+        if "WORLD_SIZE" not in os.environ:
+            raise
+        exit_code = e.code or 0
+    if "WORLD_SIZE" in os.environ:
+        end(exit_code)

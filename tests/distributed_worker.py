@@ -19,7 +19,7 @@ from data import open_dataset
 from training.checkpoint import model_weights
 from training.distributed import whole
 from training.probe import Probe
-from training.runtime import Runtime, start, stop
+from training.runtime import Runtime, end, start, stop
 from training.trainer import Trainer
 
 PLACEMENTS = ("pre", "post", "output", "sandwich")
@@ -72,6 +72,7 @@ def compare(recipe: str, result: str) -> None:
     if runtime.is_main:
         Path(result).write_text(json.dumps(found))
     stop()
+    end(0)
 
 
 def fail(*argv: str) -> None:

@@ -172,7 +172,10 @@ def stop() -> None:
 
 
 def end(exit_code: int) -> NoReturn:
-    """Ends one of several processes with its own code, where the interpreter's way out could end in an abort."""
+    """Ends one of several processes with its own code.
+
+    On the interpreter's way out, threads of a process group that a device mesh still holds can abort it.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)
