@@ -156,9 +156,8 @@ class Trainer:
         """Fixes the dropout of one micro-batch on one process."""
         place = (index * self.accumulation + micro_step) * self.runtime.world + self.runtime.rank
         seed = self.config.run.seed * 0x9E3779B97F4A7C15 + place & 0x7FFFFFFFFFFFFFFF
-        torch.default_generator.manual_seed(
-            seed
-        )  # torch.manual_seed visits every kind of device, at each step
+        # The device's own generator: torch.manual_seed visits every kind of device, at each step.
+        torch.default_generator.manual_seed(seed)
         if self.runtime.device.type != "cpu":
             torch.get_device_module(self.runtime.device).manual_seed(seed)
 
