@@ -12,6 +12,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def train(config: Config, runtime: Runtime) -> None:
-    tell = print if runtime.is_main else lambda *_, **__: None
+    tell = partial(print, flush=True) if runtime.is_main else lambda *_, **__: None
     folder = RunFolder(config)
     try:
         resuming = runtime.on_main(lambda: folder.choose(config.start))
@@ -77,9 +78,10 @@ def train(config: Config, runtime: Runtime) -> None:
         describe(trainer, dataset, tell)
         keeper = Keeper(trainer, dataset, folder, tell)
         keeper.begin(resuming)
-        with StopRequest() as request, tracking(trainer, keeper) as tracker:
-            loop(trainer, keeper, tracker, request, tell)
-        settle(trainer, dataset, keeper, request, tell)
+        with StopRequest() as request:
+            with tracking(trainer, keeper) as tracker:
+                loop(trainer, keeper, tracker, request, tell)
+            settle(trainer, dataset, keeper, request, tell)
     finally:
         folder.release()
 
@@ -102,13 +104,21 @@ def tracking(trainer: Trainer, keeper: Keeper) -> Iterator[Tracker | None]:
 def settle(trainer: Trainer, dataset: Dataset, keeper: Keeper, request: StopRequest, tell) -> None:
     """The last words and the exit code of a run that is done or was asked to stop."""
     step = keeper.progress.step
-    if not keeper.intact:
-        tell(f"ending at step {step} without its checkpoint; --resume goes on from an earlier one")
-        raise SystemExit(EXIT_UNSAVED)
-    if step < trainer.config.optim.max_iters:
-        reason = request.signal.name if request.signal else "a signal to another process"
-        tell(f"stopped by {reason} at step {step}, which is saved; go on with --resume")
-        raise SystemExit(EXIT_STOPPED)
+
+    def early_end() -> int:
+        if not keeper.intact:
+            tell(f"ending at step {step} without its checkpoint; --resume goes on from an earlier one")
+            return EXIT_UNSAVED
+        if step < trainer.config.optim.max_iters:
+            reason = request.signal.name if request.signal else "a signal to another process"
+            tell(f"stopped by {reason} at step {step}, which is saved; go on with --resume")
+            return EXIT_STOPPED
+        return 0
+
+    # The others wait until the first process has saved and told all: torchrun ends every process with the first
+    # that leaves with a code.
+    if code := trainer.runtime.on_main(early_end):
+        raise SystemExit(code)
     farewell(trainer, dataset, keeper, tell)
 
 

@@ -2,11 +2,15 @@
 
 torchrun ... tests/distributed_worker.py compare RECIPE RESULT.json   ten steps of every case, side by side
 torchrun ... tests/distributed_worker.py fail ARGUMENTS               train.py, whose second process fails
+torchrun ... tests/distributed_worker.py slow-disk ARGUMENTS          train.py, asked to stop, with a first process
+                                                                      that takes seconds to save
 """
 
 import json
 import os
+import signal
 import sys
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -16,6 +20,7 @@ import torch
 import train as script
 from configs import load_config
 from data import open_dataset
+from training import checkpoint
 from training.checkpoint import model_weights
 from training.distributed import whole
 from training.probe import Probe
@@ -87,7 +92,23 @@ def fail(*argv: str) -> None:
     script.main(argv)
 
 
+def slow_disk(*argv: str) -> None:
+    step, save = Trainer.step, checkpoint.save
+
+    def signalled(self, index, watch):
+        if self.runtime.rank == 1 and index == 5:
+            signal.raise_signal(signal.SIGTERM)
+        return step(self, index, watch)
+
+    def slow(*state):
+        time.sleep(4)
+        save(*state)
+
+    Trainer.step, checkpoint.save = signalled, slow
+    script.main(argv)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    {"compare": compare, "fail": fail}[sys.argv[1]](*sys.argv[2:])
+    {"compare": compare, "fail": fail, "slow-disk": slow_disk}[sys.argv[1]](*sys.argv[2:])

@@ -121,6 +121,16 @@ def test_a_signal_to_one_process_stops_all_at_one_step_and_one_goes_on(tmp_path)
     assert_same_course(tmp_path / "tiny", tmp_path / "whole")
 
 
+def test_no_process_leaves_while_the_first_saves(tmp_path):
+    """torchrun ends all processes with the first that leaves, and kills what is not done half a minute later."""
+    argv = ("slow-disk", recipe(tmp_path), "--checkpoint-interval", 12, "--eval-interval", 12)
+    code, out, error = finish(start(*argv, processes=2, program="tests/distributed_worker.py"))
+    assert code == 1  # torchrun's own
+    assert "exitcode  : 75" in error
+    assert "stopped by a signal to another process at step 6, which is saved" in out
+    assert saved(tmp_path / "tiny")[1].progress.step == 6
+
+
 @pytest.mark.parametrize(
     ("processes", "parallel"),
     [
