@@ -5,11 +5,14 @@ kernel; in eager mode on the CPU PyTorch composes it, and its backward, from a d
 There `CpuRMSNorm` needs half as many.
 """
 
+import functools
+
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
-from .reference import promote
+from .reference import promote, standardize_backward
+
+layer_norm_backward = torch.ops.aten.native_layer_norm_backward.default
 
 
 class CpuRMSNorm(torch.autograd.Function):
@@ -17,24 +20,31 @@ class CpuRMSNorm(torch.autograd.Function):
 
     Backward goes by way of LayerNorm's, which is one pass over memory. With a mean of zero that gives RMSNorm's
     dweight, and a dx that lacks rstd * (dy . weight) / D, which LayerNorm subtracts because its mean depends on x.
+    A backward that is differentiated itself (create_graph) takes the reference's operators.
     """
 
     @staticmethod
     def forward(ctx, x, weight, eps):
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)  # [..., 1]
-        rstd = torch.addcmul(length.new_tensor(eps), length, length, value=1 / x.shape[-1]).rsqrt_()
+        rstd = torch.addcmul(constant(eps, x.dtype), length, length, value=1 / x.shape[-1]).rsqrt_()
         ctx.save_for_backward(x, weight, rstd)
+        ctx.eps = eps
         return (x * rstd).mul_(weight)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dy):
         x, weight, rstd = ctx.saved_tensors
-        dx, dweight, _ = torch.ops.aten.native_layer_norm_backward(
+        if torch.is_grad_enabled():
+            return *standardize_backward(dy, x, weight, "rmsnorm", ctx.eps)[:2], None
+        dx, dweight, _ = layer_norm_backward(
             dy, x, weight.shape, torch.zeros_like(rstd), rstd, weight, None, (True, True, False)
         )
-        along = (dy @ weight).unsqueeze(-1).mul_(rstd)  # [..., 1]
-        return dx.add_(along, alpha=1 / x.shape[-1]), dweight, None
+        return dx.addcmul_(rstd, (dy @ weight).unsqueeze(-1), value=1 / x.shape[-1]), dweight, None
+
+
+@functools.cache
+def constant(value: float, dtype: torch.dtype) -> torch.Tensor:
+    return torch.tensor(value, dtype=dtype, device="cpu")
 
 
 def eager_cpu(x):

@@ -1,6 +1,8 @@
 """Both sides on the same batches, and the arithmetic of the line that is printed."""
 
 import json
+import resource
+import sys
 
 import pytest
 import torch
@@ -8,8 +10,7 @@ from tiny_runs import recipe as tiny_recipe
 
 from configs import load_config
 from tools import against_nanogpt as against
-from tools.against_nanogpt import load_nanogpt, nanogpt, ours, summary
-from training.clock import flops_per_token
+from tools.against_nanogpt import make_ours, make_peer, summary, with_data
 
 PEER = '''
 from dataclasses import dataclass
@@ -46,29 +47,43 @@ def checkout(tmp_path):
 
 @pytest.mark.parametrize("random_tokens", [False, True])
 def test_the_peer_trains_on_our_batches(tmp_path, checkout, random_tokens):
-    trainer = ours(load_config([str(tiny_recipe(tmp_path))]), random_tokens)
-    module = load_nanogpt(str(checkout))
-    step = nanogpt(module, trainer)
-    for index in range(2):
-        step(index)
-    expected = [trainer.batches.batch(i, trainer.rows(m))[0] for i in range(2) for m in range(4)]
-    assert torch.equal(torch.stack(module.GPT.seen), torch.stack(expected))
+    with with_data(load_config([str(tiny_recipe(tmp_path))]), random_tokens) as config:
+        ours, peer = make_ours(config), make_peer(config, str(checkout))
+        seen = sys.modules["nanogpt_model"].GPT.seen
+        for index in range(2):
+            peer.step(index, watch=False)
+        expected = [ours.batches.batch(i, ours.rows(m))[0] for i in range(2) for m in range(4)]
+    assert torch.equal(torch.stack(seen), torch.stack(expected))
     assert len({t.sum().item() for t in expected}) > 4  # and they are not one batch
+    assert torch.stack(expected).max() < 64
 
 
-def test_the_line_is_by_hand(tmp_path):
-    model = ours(load_config([str(tiny_recipe(tmp_path))]), False).model
-    found = summary({"ours": [1.0, 2.0, 4.0], "nanogpt": [3.0, 2.0, 8.0]}, {}, model, 8)
-    assert found["tokens_per_step"] == 8 * 16
+def test_the_peer_learns(tmp_path, checkout):
+    with with_data(load_config([str(tiny_recipe(tmp_path))]), False) as config:
+        peer = make_peer(config, str(checkout))
+        tokens, targets = peer.batches.batch(0, peer.rows(0))
+        before = peer.model(tokens, targets)[1].item()
+        for index in range(20):
+            peer.step(index, watch=False)
+        assert peer.model(tokens, targets)[1].item() < before - 0.1
+
+
+TIMES = {"ours": [1.0, 2.0, 4.0], "nanogpt": [3.0, 2.0, 8.0]}
+PEAKS = {"ours": 2**30, "nanogpt": 3 * 2**29}
+
+
+def test_the_line_is_by_hand():
+    found = summary(TIMES, PEAKS, "cpu", tokens=128, flops=10)
+    assert found["tokens_per_step"] == 128
     assert (found["ours"]["tokens_per_s"], found["nanogpt"]["tokens_per_s"]) == (64.0, 128 / 3)
+    assert (found["ours"]["peak_gib"], found["nanogpt"]["peak_gib"]) == (1.0, 1.5)
     assert found["ratio"] == {"median": 2.0, "low": 1.5, "high": 2.5}
     assert found["ours"]["mfu"] is None
 
 
-def test_the_share_of_a_known_peak(tmp_path, monkeypatch):
-    model = ours(load_config([str(tiny_recipe(tmp_path))]), False).model
-    monkeypatch.setattr(against, "peak_flops", lambda device: 64.0 * flops_per_token(model) * 4)
-    found = summary({"ours": [1.0, 2.0, 4.0], "nanogpt": [4.0, 4.0, 4.0]}, {}, model, 8)
+def test_the_share_of_a_known_peak(monkeypatch):
+    monkeypatch.setattr(against, "peak_flops", lambda device: 64.0 * 10 * 4)
+    found = summary({"ours": [1.0, 2.0, 4.0], "nanogpt": [4.0, 4.0, 4.0]}, PEAKS, "a GPU", 128, 10)
     assert (found["ours"]["mfu"], found["nanogpt"]["mfu"]) == (0.25, 0.125)
 
 
@@ -80,15 +95,24 @@ def test_one_command_prints_one_line(tmp_path, checkout, capsys):
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert found["tokens_per_step"] == 4 * 16
     assert found["ratio"]["low"] <= found["ratio"]["median"] <= found["ratio"]["high"]
+    # Two processes, each with torch in it; this one, which has done more, needs more than either.
+    here = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    assert all(0.05 < found[side]["peak_gib"] < 2 * here for side in ("ours", "nanogpt"))
 
 
 @pytest.mark.parametrize(
     ("flags", "says"),
-    [((), "model.py does not exist"), (("--rounds", "1"), "quartiles want at least 2")],
+    [
+        ((), "model.py does not exist"),
+        (("--rounds", "1"), "quartiles want at least 2"),
+        (("--random-tokens", "--", "--vocab-size", "0"), "--random-tokens wants a vocabulary"),
+        (("--", "--batch-size", "3", "--micro-batch-size", "2"), "batch_size 3 does not divide"),
+    ],
 )
-def test_a_mistake_is_one_sentence(tmp_path, flags, says, capsys):
+def test_a_mistake_is_one_sentence(tmp_path, checkout, flags, says, capsys):
+    folder = checkout if flags else tmp_path
     with pytest.raises(SystemExit) as stopped:
-        against.main([str(tiny_recipe(tmp_path)), "--nanogpt", str(tmp_path), *flags])
+        against.main([str(tiny_recipe(tmp_path)), "--nanogpt", str(folder), *flags])
     assert stopped.value.code == 2
     message = capsys.readouterr().err.strip()
     assert says in message

@@ -166,6 +166,8 @@ def test_gradcheck(function, kind, impl):
         return tuple(call(case, dict(zip(tensors, values, strict=True)), impl=impl).values())
 
     assert torch.autograd.gradcheck(outputs, tuple(tensors.values()))
+    if impl == "torch":
+        assert torch.autograd.gradgradcheck(outputs, tuple(tensors.values()))
 
 
 @both_impls

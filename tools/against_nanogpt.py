@@ -5,39 +5,44 @@
         --batch-size 64 --micro-batch-size 16 --compile
 
 Flags after `--` are train.py's. nanoGPT steps as its train.py does on the device at hand: float32 on a CPU, autocast
-to bfloat16 and fused AdamW on CUDA; compiled if we are. Both sides see the same batches. The second command is for one
-GPU, takes under eight minutes, most of it compilation, and needs no data set. Prints one line of JSON:
+to bfloat16 and fused AdamW on CUDA; compiled if we are. Each side has a process of its own; they take turns, on the
+same batches. The second command is for one GPU, takes under eight minutes, most of it compilation, and needs no data
+set. Prints one line of JSON:
 
     {"device": its name, "torch": its version, "tokens_per_step": tokens of one optimizer step,
      "ours" and "nanogpt": {"tokens_per_s": median over the rounds, "mfu": share of the device's peak or null,
-                            "peak_gib": most memory allocated while it ran, with both models there; null on a CPU},
+                            "peak_gib": most memory, of tensors on CUDA, of the process on a CPU},
      "ratio": {"median": ours over nanogpt within a round, "low": first quartile, "high": third quartile}}
 """
 
 import contextlib
 import importlib.util
 import json
+import multiprocessing
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 import tyro
 from pydantic.dataclasses import dataclass
 
 from configs import STRICT, Config, ConfigError, command_line, load_config, replace, user_error
-from data import DataError
-from model import GPT
+from data import DataError, Dataset, open_dataset
 from tools.throughput import check_rounds, open_data
 from training.clock import flops_per_token, peak_flops
-from training.runtime import start
+from training.runtime import Runtime, accumulation, choose_device, start
 from training.trainer import Trainer
 
 WARM_UP = 3  # optimizer steps before the first round
+RANDOM_TOKENS = 2**22
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -59,34 +64,6 @@ class Options:
         check_rounds(self.rounds)
 
 
-class RandomBatches:
-    """Batches of random tokens, a function of the step as a data set's are."""
-
-    def __init__(self, config: Config):
-        self.shape = (config.model.block_size, config.model.vocab_size)
-
-    def batch(self, step: int, rows: range) -> tuple[torch.Tensor, torch.Tensor]:
-        block_size, vocab_size = self.shape
-        generator = torch.Generator().manual_seed(step * 1_000_003 + rows.start)
-        window = torch.randint(vocab_size, (len(rows), block_size + 1), generator=generator)
-        return window[:, :-1].contiguous(), window[:, 1:].contiguous()
-
-
-class RandomTrainer(Trainer):
-    def open(self, dataset: None) -> None:
-        self.batches = RandomBatches(self.config)
-
-
-def ours(config: Config, random_tokens: bool) -> Trainer:
-    config, runtime = start(config)
-    if random_tokens:
-        return RandomTrainer(config, runtime, None)
-    dataset = open_data(config)
-    if config.model.vocab_size == 0:
-        config = replace(config, "model", vocab_size=dataset.vocab_size or 256)
-    return Trainer(config, runtime, dataset)
-
-
 def load_nanogpt(folder: str) -> ModuleType:
     """The checkout's model.py. Raises ConfigError if there is none."""
     path = Path(folder) / "model.py"
@@ -99,74 +76,136 @@ def load_nanogpt(folder: str) -> ModuleType:
     return module
 
 
-def nanogpt(module: ModuleType, trainer: Trainer) -> Callable[[int], None]:
-    """A step as nanoGPT's train.py makes it, on the trainer's batches."""
-    device, shape, optim = trainer.runtime.device.type, trainer.config.model, trainer.config.optim
-    names = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "dropout", "bias")
-    raw = module.GPT(module.GPTConfig(**{n: getattr(shape, n) for n in names})).to(device)
-    optimizer = raw.configure_optimizers(optim.weight_decay, optim.lr, (optim.beta1, optim.beta2), device)
-    model = torch.compile(raw) if trainer.config.run.compile else raw
-    cast = contextlib.nullcontext()
-    if device == "cuda":
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-        cast = torch.autocast("cuda", torch.bfloat16)
+class Peer(Trainer):
+    """nanoGPT's model on our batches, and a step as its train.py makes it."""
 
-    def step(index: int) -> None:
-        for micro_step in range(trainer.accumulation):
-            tokens, targets = trainer.to_device(*trainer.batches.batch(index, trainer.rows(micro_step)))
-            with cast:
-                loss = model(tokens, targets)[1] / trainer.accumulation
+    def __init__(self, config: Config, runtime: Runtime, dataset: Dataset, module: ModuleType):
+        self.config, self.runtime, self.block_size = config, runtime, config.model.block_size
+        self.accumulation, self.micro_batch = accumulation(config, runtime.world)
+        self.open(dataset)
+        device, optim = runtime.device.type, config.optim
+        names = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "dropout", "bias")
+        shape = module.GPTConfig(**{name: getattr(config.model, name) for name in names})
+        self.model = module.GPT(shape).to(runtime.device)
+        betas = (optim.beta1, optim.beta2)
+        self.optimizer = self.model.configure_optimizers(optim.weight_decay, optim.lr, betas, device)
+        self.module = torch.compile(self.model) if config.run.compile else self.model
+        self.cast = contextlib.nullcontext()
+        if device == "cuda":
+            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+            self.cast = torch.autocast("cuda", torch.bfloat16)
+
+    def step(self, index: int, watch: bool) -> None:
+        for micro_step in range(self.accumulation):
+            tokens, targets = self.to_device(*self.batches.batch(index, self.rows(micro_step)))
+            with self.cast:
+                loss = self.module(tokens, targets)[1] / self.accumulation
             loss.backward()
-        torch.nn.utils.clip_grad_norm_(raw.parameters(), optim.grad_clip)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    return step
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optim.grad_clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
 
 
-def seconds(step: Callable[[int], None], indices: range, device: str) -> tuple[float, int]:
-    """(seconds per step, most memory that CUDA has allocated meanwhile)."""
-    cuda = device == "cuda"
-    if cuda:
-        torch.cuda.reset_peak_memory_stats()
-        torch.cuda.synchronize()
-    begin = time.perf_counter()
+def make_ours(config: Config) -> Trainer:
+    config, runtime = start(config)
+    return Trainer(config, runtime, open_dataset(config.data.dataset))
+
+
+def make_peer(config: Config, folder: str) -> Peer:
+    runtime = Runtime(torch.device(choose_device(config.run.device)))
+    return Peer(config, runtime, open_dataset(config.data.dataset), load_nanogpt(folder))
+
+
+trainer: Trainer  # in the process of a side
+
+
+def begin(make: Callable[..., Trainer], *arguments) -> None:
+    global trainer
+    trainer = make(*arguments)
+
+
+def seconds(indices: range) -> float:
+    """Seconds per step."""
+    settle()
+    since = time.perf_counter()
     for index in indices:
-        step(index)
-    if cuda:
+        trainer.step(index, watch=False)
+    settle()
+    return (time.perf_counter() - since) / len(indices)
+
+
+def settle() -> None:
+    if trainer.runtime.device.type == "cuda":
         torch.cuda.synchronize()
-    return (time.perf_counter() - begin) / len(indices), torch.cuda.max_memory_allocated() if cuda else 0
+
+
+def peak_memory() -> int:
+    """The most bytes so far."""
+    if trainer.runtime.device.type == "cuda":
+        return torch.cuda.max_memory_allocated()
+    import resource  # Unix only
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def facts() -> tuple[str, int, int]:
+    """(device, tokens per step, FLOPs per token) of our side."""
+    cuda = trainer.runtime.device.type == "cuda"
+    device = torch.cuda.get_device_name() if cuda else trainer.runtime.device.type
+    tokens = trainer.config.optim.batch_size * trainer.block_size
+    return device, tokens, flops_per_token(trainer.model)
 
 
 def compare(options: Options, config: Config) -> dict[str, Any]:
-    module, trainer = load_nanogpt(options.nanogpt), ours(config, options.random_tokens)
-    device = trainer.runtime.device.type
-    steps = {"ours": lambda index: trainer.step(index, watch=False), "nanogpt": nanogpt(module, trainer)}
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    peaks = dict.fromkeys(steps, 0)
-    for step in steps.values():
-        seconds(step, range(WARM_UP), device)
-    for turn in range(options.rounds):
-        first = WARM_UP + turn * options.steps
-        for name in list(steps)[:: 1 if turn % 2 else -1]:
-            spent, peak = seconds(steps[name], range(first, first + options.steps), device)
-            times[name].append(spent)
-            peaks[name] = max(peaks[name], peak)
-    return summary(times, peaks, trainer.model, trainer.config.optim.batch_size)
+    load_nanogpt(options.nanogpt)
+    with contextlib.ExitStack() as stack:
+        config = stack.enter_context(with_data(config, options.random_tokens))
+
+        def process(make: Callable[..., Trainer], *arguments) -> ProcessPoolExecutor:
+            spawn = multiprocessing.get_context("spawn")
+            pool = stack.enter_context(ProcessPoolExecutor(max_workers=1, mp_context=spawn))
+            pool.submit(begin, make, *arguments).result()
+            pool.submit(seconds, range(WARM_UP)).result()
+            return pool
+
+        sides = {"ours": process(make_ours, config), "nanogpt": process(make_peer, config, options.nanogpt)}
+        times: dict[str, list[float]] = {name: [] for name in sides}
+        for turn in range(options.rounds):
+            first = WARM_UP + turn * options.steps
+            for name in list(sides)[:: 1 if turn % 2 else -1]:
+                indices = range(first, first + options.steps)
+                times[name].append(sides[name].submit(seconds, indices).result())
+        peaks = {name: side.submit(peak_memory).result() for name, side in sides.items()}
+        return summary(times, peaks, *sides["ours"].submit(facts).result())
+
+
+@contextlib.contextmanager
+def with_data(config: Config, random_tokens: bool) -> Iterator[Config]:
+    """The configuration with its vocabulary, and data that exist. Raises ConfigError or DataError."""
+    if not random_tokens:
+        vocab_size = config.model.vocab_size or open_data(config).vocab_size or 256
+        yield replace(config, "model", vocab_size=vocab_size)
+        return
+    if not 0 < config.model.vocab_size <= 2**16:
+        raise ConfigError("--random-tokens wants a vocabulary: --vocab-size N after `--`, of at most 65,536")
+    with tempfile.TemporaryDirectory() as folder:
+        tokens = np.random.default_rng(0).integers(config.model.vocab_size, size=RANDOM_TOKENS)
+        for split in ("train", "val"):
+            tokens.astype("<u2").tofile(Path(folder, f"{split}.bin"))
+        yield replace(config, "data", dataset=folder)
 
 
 def summary(
-    times: dict[str, list[float]], peaks: dict[str, int], model: GPT, sequences: int
+    times: dict[str, list[float]], peaks: dict[str, int], device: str, tokens: int, flops: int
 ) -> dict[str, Any]:
-    cuda, tokens = next(model.parameters()).is_cuda, sequences * model.config.block_size
-    device = torch.cuda.get_device_name() if cuda else "cpu"
-    peak = peak_flops(device)
+    """The line that is printed, of seconds per step in each turn and bytes."""
+    limit = peak_flops(device)
     found: dict[str, Any] = {"device": device, "torch": torch.__version__, "tokens_per_step": tokens}
     for name, own in times.items():
         rate = tokens / statistics.median(own)
-        mfu = rate * flops_per_token(model) / peak if peak else None
-        memory = peaks[name] / 2**30 if cuda else None
-        found[name] = {"tokens_per_s": rate, "mfu": mfu, "peak_gib": memory}
+        mfu = rate * flops / limit if limit else None
+        found[name] = {"tokens_per_s": rate, "mfu": mfu, "peak_gib": peaks[name] / 2**30}
     ratios = [a / b for a, b in zip(times["nanogpt"], times["ours"], strict=True)]
     low, median, high = statistics.quantiles(ratios, n=4, method="inclusive")
     return found | {"ratio": {"median": median, "low": low, "high": high}}
