@@ -39,7 +39,8 @@ class CpuRMSNorm(torch.autograd.Function):
         dx, dweight, _ = layer_norm_backward(
             dy, x, weight.shape, torch.zeros_like(rstd), rstd, weight, None, (True, True, False)
         )
-        return dx.addcmul_(rstd, (dy @ weight).unsqueeze(-1), value=1 / x.shape[-1]), dweight, None
+        along = (dy @ weight).unsqueeze(-1).mul_(rstd)  # [..., 1]
+        return dx.add_(along, alpha=1 / x.shape[-1]), dweight, None
 
 
 @functools.cache
