@@ -105,7 +105,10 @@ def slow_disk(*argv: str) -> None:
         save(*state)
 
     Trainer.step, checkpoint.save = signalled, slow
-    script.main(argv)
+    try:
+        script.main(argv)
+    except SystemExit as e:
+        end(e.code)
 
 
 if __name__ == "__main__":

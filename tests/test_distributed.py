@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -165,6 +167,35 @@ def test_a_killed_process_is_restarted_and_the_run_goes_on(tmp_path):
     assert code == 0, error
     assert out.count("resuming") == 1
     assert_same_course(tmp_path / "tiny", tmp_path / "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("first", "then"), [((2, "ddp"), (4, "fsdp")), ((4, "fsdp"), (2, "ddp"))])
+def test_a_run_moves_between_ddp_and_fsdp(tmp_path, first, then):
+    argv = (recipe(tmp_path),)
+    assert train(*argv, "--run-name", "whole") == 0
+    (before, by), (after, instead) = first, then
+    stopped = ("slow-disk", *argv, "--parallel", by)
+    _, out, error = finish(start(*stopped, processes=before, program="tests/distributed_worker.py"))
+    assert "at step 6, which is saved" in out, error
+    code, out, error = launch(*argv, "--resume", "--parallel", instead, processes=after)
+    assert code == 0, error
+    assert "resuming" in out
+    assert_same_course(tmp_path / "tiny", tmp_path / "whole")
+
+
+@pytest.mark.parametrize("processes", [None, "1"])
+def test_one_of_several_processes_skips_the_interpreters_way_out(processes):
+    """A process group that a device mesh still holds can abort it there, after all is done."""
+    script = (
+        "import atexit, runpy, sys; atexit.register(print, 'way out'); sys.argv = ['train.py', '--help']; "
+    )
+    script += "runpy.run_path('train.py', run_name='__main__')"
+    env = os.environ | ({"WORLD_SIZE": processes} if processes else {})
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr
+    assert "--n-layer" in done.stdout
+    assert ("way out" in done.stdout) == (processes is None)
 
 
 @pytest.mark.slow

@@ -42,6 +42,11 @@ CLASSES = (
 )
 MARK = "class: "
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::linear", "aten::matmul")
+ATTENTION = (
+    "aten::bmm",
+    "aten::baddbmm",
+    "aten::_scaled_dot_product",
+)  # where compiled; the model has no other
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 CPU_ATTENTION = {  # which PyTorch's counter does not know; backward has twice the products, none counted again
@@ -164,6 +169,8 @@ def class_of(event, owners: dict[int, str]) -> str:
         return found
     if event.name.startswith(PRODUCTS):
         return "matrix products"
+    if event.name.startswith(ATTENTION):
+        return "attention"
     if event.name.startswith("Optimizer."):
         return "optimizer"
     return "compiled" if "ompiled" in event.name or "fused_" in event.name else "other elementwise"
@@ -192,12 +199,12 @@ def norm_flops(model: GPT) -> int:
 
 
 def modes(config: Config, compiled: bool) -> dict[str, Steps]:
-    """PyTorch's own operators; ours (on CUDA the fused kernels); and compiled, where there is a compiler."""
-    torch_only = replace(replace(config, "model", kernel="torch"), "run", compile=False)
-    found = {"torch": Steps(torch_only), "eager": Steps(replace(torch_only, "model", kernel="auto"))}
+    """PyTorch's own operators; ours (on CUDA the fused kernels); and ours compiled, where there is a compiler."""
+    ours = replace(replace(config, "model", kernel="auto"), "run", compile=False)
+    found = {"torch": Steps(replace(ours, "model", kernel="torch")), "eager": Steps(ours)}
     if compiled:
         with contextlib.suppress(ConfigError):  # no C++ compiler
-            found["compiled"] = Steps(replace(torch_only, "run", compile=True))
+            found["compiled"] = Steps(replace(ours, "run", compile=True))
     return found
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 import tyro
 from pydantic.dataclasses import dataclass
 from torch import Tensor
@@ -17,6 +18,8 @@ from data import DataError, load_tokenizer
 from model import GPT
 from training.checkpoint import CheckpointError, find, load_model, read_about
 from training.runtime import choose_device
+
+LENGTHS = 64  # contexts are filled up to multiples of this
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -56,11 +59,16 @@ def generate(
     """`tokens` [B, T] int64 with `n_new` more drawn for each row: [B, T + n_new].
 
     Ids from vocab_size up, which pad the embedding, are never drawn. temperature 0 is greedy; top_k 0 draws from
-    all. The model reads its last block_size tokens.
+    all. The model reads its last block_size tokens, and zeros after them that they do not see: a CPU prepares its
+    products anew, and keeps them, for every length.
     """
     generator = torch.Generator().manual_seed(seed)
+    block_size = model.config.block_size
     for _ in range(n_new):
-        logits = model(tokens[:, -model.config.block_size :])[0][:, -1, :vocab_size].float().cpu()
+        seen = tokens[:, -block_size:]
+        length = seen.size(1)
+        rows = F.pad(seen, (0, min(-length % LENGTHS, block_size - length)))
+        logits = model(rows)[0][:, length - 1, :vocab_size].float().cpu()
         if temperature == 0:
             drawn = logits.argmax(-1, keepdim=True)
         else:
