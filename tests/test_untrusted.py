@@ -199,6 +199,10 @@ FOREIGN = {
         lambda moments: moments[NORM].update(max_exp_avg_sq=torch.zeros(16)),
         f"does not fit the optimizer: ['exp_avg', 'exp_avg_sq', 'max_exp_avg_sq', 'step'] of {NORM}",
     ),
+    "no moment of one parameter": (
+        lambda moments: moments[NORM].clear(),
+        f"does not fit the optimizer: [] of {NORM}",
+    ),
     "a moment of another shape": (
         lambda moments: moments[NORM].update(exp_avg_sq=torch.zeros(8)),
         f"does not fit the model: exp_avg_sq of {NORM}",

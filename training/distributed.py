@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.nn.functional import all_reduce
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -32,6 +32,15 @@ def shard(model: GPT, runtime: Runtime) -> None:
     register_fsdp_forward_method(model, "loss")
 
 
+def reshard(model: GPT) -> None:
+    """To be called after forward passes that no backward pass follows.
+
+    They leave the root's parameters whole, and `model.parameters()` yields these then, which no optimizer knows.
+    """
+    if isinstance(model, FSDPModule):
+        model.reshard()
+
+
 def replicate(module: nn.Module, runtime: Runtime) -> nn.Module:
     """DistributedDataParallel; gradients are averaged over the processes by backward."""
     devices = [runtime.device.index] if runtime.device.type == "cuda" else None
@@ -53,7 +62,7 @@ def synchronized(module: nn.Module, model: GPT, last: bool):
         with module.no_sync():
             yield
         return
-    if isinstance(next(model.parameters()), DTensor):
+    if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last)
     yield
 

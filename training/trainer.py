@@ -16,7 +16,16 @@ from data import EvalWindows, TrainBatches
 from data.dataset import Dataset
 from model import GPT
 from training.checkpoint import CheckpointError, model_weights
-from training.distributed import assign, pool_statistics, recompute, replicate, shard, synchronized, whole
+from training.distributed import (
+    assign,
+    pool_statistics,
+    recompute,
+    replicate,
+    reshard,
+    shard,
+    synchronized,
+    whole,
+)
 from training.dynamics import Observed, PartNorms, depth_names, part_names
 from training.optimizer import learning_rate, make_optimizer
 from training.runtime import Runtime, accumulation
@@ -61,6 +70,9 @@ class Trainer:
         torch.manual_seed(config.run.seed)
         self.model = GPT(config.model).to(runtime.device)
         self.module = self.wrap()
+        self.parameters = dict(
+            self.model.named_parameters()
+        )  # as the optimizer knows them: shards under FSDP
         self.optimizer = make_optimizer(self.model, optim)
         self.scale = LossScale.make(config.model.dtype, runtime.device)
         self.norms = PartNorms(self.model, runtime)
@@ -182,6 +194,7 @@ class Trainer:
             scored = int((targets != -1).sum())
             total, count = total + (loss.item() * scored if scored else 0.0), count + scored
         self.observed.train()
+        reshard(self.model)
         total, count = self.runtime.totals([total, count])
         return total / count
 
@@ -199,9 +212,9 @@ class Trainer:
 
         A collective under FSDP.
         """
-        main, named = self.runtime.is_main, list(self.model.named_parameters())
+        main, states = self.runtime.is_main, self.optimizer.state
         weights = {name: whole(t, main) for name, t in model_weights(self.model).items()}
-        moments = {name: {k: whole(v, main) for k, v in self.optimizer.state[p].items()} for name, p in named}
+        moments = {n: {k: whole(v, main) for k, v in states[p].items()} for n, p in self.parameters.items()}
         return weights, moments, (self.scale.scale.item(), self.scale.good_steps.item())
 
     def load_weights(self, weights: dict[str, Tensor]) -> None:
@@ -213,7 +226,7 @@ class Trainer:
         """Optimizer and scaler as `state` gave them; only the first process need have the moments."""
         own = {name: {key: value.ndim for key, value in state.items()} for name, state in moments.items()}
         layout = self.runtime.on_main(lambda: own)
-        for name, p in self.model.named_parameters():
+        for name, p in self.parameters.items():
             state = {
                 key: torch.zeros_like(p) if ndim else torch.zeros((), device=p.device)
                 for key, ndim in layout[name].items()
@@ -226,13 +239,13 @@ class Trainer:
 
     def check_state(self, moments: dict[str, dict[str, Tensor]], path: Path) -> None:
         """Raises CheckpointError where the moments are not those of this model's parameters."""
-        own = dict(self.model.named_parameters())
+        own, begun = self.parameters, any(moments.values())
         for name in sorted(own.keys() | moments.keys()):
             if name not in own or name not in moments:
                 raise CheckpointError(
                     f"{path}/trainer.pt does not fit the model: {name} is in one of them only"
                 )
-            if moments[name].keys() not in MOMENTS:
+            if moments[name].keys() not in MOMENTS or (begun and not moments[name]):
                 raise CheckpointError(
                     f"{path}/trainer.pt does not fit the optimizer: {sorted(moments[name])} of {name}"
                 )
