@@ -81,7 +81,12 @@ def train(config: Config, runtime: Runtime) -> None:
         with StopRequest() as request:
             with tracking(trainer, keeper) as tracker:
                 loop(trainer, keeper, tracker, request, tell)
-            settle(trainer, dataset, keeper, request, tell)
+            # The others wait until the first process has saved and told all: torchrun ends every process with the
+            # first that leaves with a code.
+            exit_code = runtime.on_main(lambda: early_end(trainer, keeper, request, tell))
+        if exit_code:
+            raise SystemExit(exit_code)
+        farewell(trainer, dataset, keeper, tell)
     finally:
         folder.release()
 
@@ -101,25 +106,17 @@ def tracking(trainer: Trainer, keeper: Keeper) -> Iterator[Tracker | None]:
         tracker.close(exit_code)
 
 
-def settle(trainer: Trainer, dataset: Dataset, keeper: Keeper, request: StopRequest, tell) -> None:
-    """The last words and the exit code of a run that is done or was asked to stop."""
+def early_end(trainer: Trainer, keeper: Keeper, request: StopRequest, tell) -> int:
+    """The last words and the exit code of a run that was asked to stop; 0 for one that is done."""
     step = keeper.progress.step
-
-    def early_end() -> int:
-        if not keeper.intact:
-            tell(f"ending at step {step} without its checkpoint; --resume goes on from an earlier one")
-            return EXIT_UNSAVED
-        if step < trainer.config.optim.max_iters:
-            reason = request.signal.name if request.signal else "a signal to another process"
-            tell(f"stopped by {reason} at step {step}, which is saved; go on with --resume")
-            return EXIT_STOPPED
-        return 0
-
-    # The others wait until the first process has saved and told all: torchrun ends every process with the first
-    # that leaves with a code.
-    if code := trainer.runtime.on_main(early_end):
-        raise SystemExit(code)
-    farewell(trainer, dataset, keeper, tell)
+    if not keeper.intact:
+        tell(f"ending at step {step} without its checkpoint; --resume goes on from an earlier one")
+        return EXIT_UNSAVED
+    if step < trainer.config.optim.max_iters:
+        reason = request.signal.name if request.signal else "a signal to another process"
+        tell(f"stopped by {reason} at step {step}, which is saved; go on with --resume")
+        return EXIT_STOPPED
+    return 0
 
 
 def loop(trainer: Trainer, keeper: Keeper, tracker: Tracker | None, request: StopRequest, tell) -> None:
