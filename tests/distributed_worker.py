@@ -2,10 +2,11 @@
 
 torchrun ... tests/distributed_worker.py compare RECIPE RESULT.json   ten steps of every case, side by side
 torchrun ... tests/distributed_worker.py fail ARGUMENTS               train.py, whose second process fails
-torchrun ... tests/distributed_worker.py slow-disk ARGUMENTS          train.py, asked to stop, with a first process
-                                                                      that takes seconds to save
+torchrun ... tests/distributed_worker.py slow-disk ARGUMENTS          train.py, asked to stop; saving takes seconds
+torchrun ... tests/distributed_worker.py full-disk ARGUMENTS          the same; only the first checkpoint has room
 """
 
+import errno
 import json
 import os
 import signal
@@ -92,7 +93,8 @@ def fail(*argv: str) -> None:
     script.main(argv)
 
 
-def slow_disk(*argv: str) -> None:
+def asked_to_stop(argv: tuple[str, ...], saving) -> None:
+    """train.py, whose second process gets a signal at step 6; `saving` comes between the first and its disk."""
     step, save = Trainer.step, checkpoint.save
 
     def signalled(self, index, watch):
@@ -100,18 +102,31 @@ def slow_disk(*argv: str) -> None:
             signal.raise_signal(signal.SIGTERM)
         return step(self, index, watch)
 
-    def slow(*state):
-        time.sleep(4)
-        save(*state)
+    def wrapped(folder, weights, about, state, *rest):
+        saving(state.progress.step)
+        save(folder, weights, about, state, *rest)
 
-    Trainer.step, checkpoint.save = signalled, slow
+    Trainer.step, checkpoint.save = signalled, wrapped
     try:
         script.main(argv)
     except SystemExit as e:
         end(e.code)
 
 
+def slow_disk(*argv: str) -> None:
+    asked_to_stop(argv, lambda step: time.sleep(4))
+
+
+def full_disk(*argv: str) -> None:
+    def fail_later(step: int) -> None:
+        if step:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    asked_to_stop(argv, fail_later)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    {"compare": compare, "fail": fail, "slow-disk": slow_disk}[sys.argv[1]](*sys.argv[2:])
+    modes = {"compare": compare, "fail": fail, "slow-disk": slow_disk, "full-disk": full_disk}
+    modes[sys.argv[1]](*sys.argv[2:])

@@ -139,6 +139,16 @@ def test_no_process_leaves_while_the_first_saves(tmp_path):
     assert saved(tmp_path / "tiny")[1].progress.step == 6
 
 
+def test_all_processes_say_that_the_last_checkpoint_was_not_written(tmp_path):
+    argv = ("full-disk", recipe(tmp_path), "--checkpoint-interval", 12, "--eval-interval", 12)
+    code, out, error = finish(start(*argv, processes=2, program="tests/distributed_worker.py"))
+    assert code == 1  # torchrun's own
+    assert "exitcode  : 74" in error
+    assert "exitcode  : 75" not in error
+    assert "ending at step 6 without its checkpoint" in out
+    assert saved(tmp_path / "tiny")[1].progress.step == 0
+
+
 @pytest.mark.parametrize(
     ("processes", "parallel"),
     [
