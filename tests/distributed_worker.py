@@ -17,6 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
+from torch.distributed.tensor import DTensor
 
 import train as script
 from configs import load_config
@@ -57,6 +58,7 @@ def measure(runtime: Runtime, recipe: str, flags: tuple[str, ...]) -> dict:
         "rows": rows,
         "look": look,
         "val_loss": trainer.evaluate(),
+        "sharded": all(isinstance(p, DTensor) for p in trainer.model.parameters()),  # after the evaluation
         "dtypes": sorted({str(d) for d in (*states, *(p.dtype for p in trainer.model.parameters()))}),
         "tied": trainer.model.head.weight is trainer.model.embed.weight,
         "weights": squares,

@@ -49,6 +49,7 @@ def test_two_processes_train_as_one(compared, parallel, case):
         assert ours == pytest.approx(theirs, rel=tolerance, abs=1e-7)
     assert together["look"] == pytest.approx(alone["look"], rel=10 * tolerance, abs=1e-6)
     assert together["val_loss"] == pytest.approx(alone["val_loss"], rel=loss_tolerance)
+    assert together["sharded"] == (parallel == "fsdp")
     assert together["tied"] == alone["tied"] == ("--no-tie-embeddings" not in CASES[case])
     assert min(together["moved"], alone["moved"]) > 0.1  # so that not the start is compared
     if exact:

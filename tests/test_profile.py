@@ -27,6 +27,15 @@ def steps(recipe, *flags) -> Steps:
     return made
 
 
+def test_the_modes_are_what_train_py_runs(recipe, monkeypatch):
+    """--kernel torch, neither flag, and --compile; nothing is compiled before the first step."""
+    monkeypatch.setattr("shutil.which", lambda *_: "a compiler")
+    config = load_config([str(recipe), "--dtype", "bfloat16", "--kernel", "torch", "--compile"])
+    made = {name: steps.trainer.config for name, steps in profile.modes(config, compiled=True).items()}
+    settings = {name: (c.model.kernel, c.run.compile) for name, c in made.items()}
+    assert settings == {"torch": ("torch", False), "eager": ("auto", False), "compiled": ("auto", True)}
+
+
 @pytest.mark.parametrize("dropout", ["0.1", "0"])  # attention by matrix products, and PyTorch's own
 @pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
 def test_pytorchs_count_of_flops_is_the_formulas(recipe, mlp, dropout):
