@@ -71,7 +71,7 @@ def test_neighbours_do_not_stay_neighbours():
     assert abs(np.corrcoef(image[:-1], image[1:])[0, 1]) < 0.05
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_every_token_is_input_and_target_once_an_epoch(counting, data):
     n = data.draw(st.integers(2, 700), "tokens")
@@ -180,7 +180,7 @@ def test_a_context_as_long_as_the_data_is_refused(counting):
     TrainBatches(counting(65), block_size=64, batch_size=1, seed=0)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @example(n=101, block_size=64, max_tokens=100)
 @given(n=st.integers(2, 400), block_size=st.integers(1, 50), max_tokens=st.integers(1, 500))
 def test_evaluation_windows(counting, n, block_size, max_tokens):

@@ -18,7 +18,7 @@ def run_prepare(*arguments: str) -> subprocess.CompletedProcess:
     # no cache and a proxy that refuses: without network, on any machine
     env = os.environ | {"TIKTOKEN_CACHE_DIR": "", "HTTPS_PROXY": "http://127.0.0.1:9", "COLUMNS": "200"}
     command = [sys.executable, "-m", "data.prepare", *arguments]
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
 
 
 @pytest.fixture

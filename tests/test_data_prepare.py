@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tiny_runs import wait_for
 
 from data import DataError, ensure_prepared, open_dataset
 from data import build as build_module
@@ -270,7 +271,7 @@ def test_a_second_process_waits_and_finds_the_work_done(tmp_path, capsys):
         def pieces(self):
             calls.append(1)
             reading.set()
-            assert go_on.wait(20)
+            assert go_on.wait(120)
             yield from super().pieces()
 
     threads = [
@@ -278,17 +279,15 @@ def test_a_second_process_waits_and_finds_the_work_done(tmp_path, capsys):
         for _ in range(2)
     ]
     threads[0].start()
-    assert reading.wait(20)
+    assert reading.wait(120)
+    capsys.readouterr()
     threads[1].start()
-    threads[1].join(0.3)
-    assert threads[1].is_alive()
+    wait_for(lambda: "Waiting for another process" in capsys.readouterr().out)
     go_on.set()
     for thread in threads:
-        thread.join(20)
-    out = capsys.readouterr().out
+        thread.join(120)
     assert len(calls) == 1
-    assert "Waiting for another process" in out
-    assert "nothing to do" in out
+    assert "nothing to do" in capsys.readouterr().out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["d"]
 
 

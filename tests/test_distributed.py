@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -234,13 +233,11 @@ def test_a_killed_process_on_another_machine_is_restarted(tmp_path):
 
 
 def test_a_failing_process_brings_the_others_down_with_its_reason(tmp_path):
-    began = time.monotonic()
     argv = ("fail", recipe(tmp_path))
-    code, _, error = finish(start(*argv, processes=2, program="tests/distributed_worker.py"))
-    assert code != 0
+    code, _, error = finish(start(*argv, processes=2, program="tests/distributed_worker.py"), timeout=300)
+    assert code != 0  # and not after the half hour for which a collective waits
     assert "KeyError: 'the reason of process 1'" in error
     assert "a process leaves, because another one" in error or "SIGTERM" in error
-    assert time.monotonic() - began < 60
 
 
 @pytest.mark.parametrize(
