@@ -1,7 +1,7 @@
 # Every target works on a fresh clone; the second time nothing is installed again.
 PYTHON ?= python3
 PY := .venv/bin/python
-RUNS ?= $(wildcard out/*/)
+RUNS ?= $(patsubst %/metrics.jsonl,%,$(wildcard out/*/metrics.jsonl))
 
 .PHONY: help setup train test lint report bench claims
 

@@ -246,10 +246,12 @@ def farewell(trainer: Trainer, dataset: Dataset, keeper: Keeper, tell) -> None:
             table = depth_table(*load_runs((run_dir,)))
             tell(f"\nfrom the first step to the last:\n{textwrap.indent(table, '    ')}")
     if trainer.runtime.world == 1 and "tokenizer" in dataset.meta:
-        text = continuations(
-            trainer.model.eval(), dataset.tokenizer, SampleOptions(run=str(run_dir), tokens=200)
-        )
-        tell(f"\na sample:\n{textwrap.indent(text[0], '    ')}")
+        options = SampleOptions(run=str(run_dir), tokens=200)
+        try:
+            [text] = continuations(trainer.model.eval(), dataset.tokenizer, options)
+            tell(f"\na sample:\n{textwrap.indent(text, '    ')}")
+        except DataError as e:  # a vocabulary that takes the network
+            tell(f"\nno sample: {e}")
     tell(
         f"\nwhere to look next:\n"
         f"    python -m tools.sample {run_dir}          more text\n"

@@ -203,9 +203,25 @@ def free_name(out_dir: Path, stem: str) -> str:
 
 
 def replace(config: Config, section: str, **changes: Any) -> Config:
-    """A copy of the configuration with some fields of one section changed, checked again."""
-    changed = dataclasses.replace(getattr(config, section), **changes)
+    """A copy of the configuration with some fields of one section changed, checked again. Raises ConfigError."""
+    try:
+        changed = dataclasses.replace(getattr(config, section), **changes)
+    except ValidationError as e:
+        raise ConfigError("; ".join(explain(error, section) for error in e.errors())) from None
     return dataclasses.replace(config, **{section: changed})
+
+
+def flags_of(values: dict[str, Any]) -> list[str]:
+    """The flags that give these fields these values."""
+    words = []
+    for name, value in values.items():
+        flag = name.replace("_", "-")
+        words += (
+            [f"--{flag}" if value else f"--no-{flag}"]
+            if isinstance(value, bool)
+            else [f"--{flag}", str(value)]
+        )
+    return words
 
 
 def read_recipe(path: Path) -> Config:
@@ -258,7 +274,7 @@ def explain(error: dict, section: str) -> str:
 def parse_flags(argv: Sequence[str], base: Config, prog: str) -> dict:
     """The flags over `base`, as a nested dictionary that is still to be validated."""
     flags = tyro.conf.OmitArgPrefixes[unchecked(Config, base)]
-    return dataclasses.asdict(read_flags(flags, argv, f"{prog} [RECIPE.toml]", __help__, ConfigError))
+    return dataclasses.asdict(read_flags(flags, argv, f"{prog} [RECIPE.toml]", HELP, ConfigError))
 
 
 def command_line(cls: Any, argv: Sequence[str], prog: str, description: str | None = None) -> Any:
@@ -286,7 +302,7 @@ def unchecked(cls: type, values: Any) -> type:
     return dataclasses.make_dataclass(cls.__name__, fields, namespace={"__doc__": cls.__doc__})
 
 
-__help__ = """Train a small GPT and record what its normalization does inside.
+HELP = """Train a small GPT and record what its normalization does inside.
 For example: python train.py configs/quickstart.toml --norm rmsnorm --placement sandwich --qk-norm head
 Values given in RECIPE.toml are shown as defaults here."""
 

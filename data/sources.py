@@ -168,13 +168,9 @@ def read_jsonl(path: Path, column: str) -> Iterator[str]:
 
 def read_parquet(path: Path, column: str) -> Iterator[str]:
     """The text column of every row."""
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError:
-        raise DataError(
-            f"reading {path} takes pyarrow: pip install pyarrow, or use .jsonl or .txt files"
-        ) from None
+    import pyarrow  # slow to import, and seldom needed
+    from pyarrow import parquet
+
     try:
         with parquet.ParquetFile(path) as file:
             if column not in file.schema_arrow.names:
@@ -229,10 +225,8 @@ class HuggingFace:
 
     def _rows(self) -> Iterator[dict]:
         _keep_caches_here()
-        try:
-            import datasets
-        except ImportError:
-            raise DataError("this source takes the datasets package: pip install datasets") from None
+        import datasets  # reads where its caches are
+
         try:
             yield from datasets.load_dataset(self.path, name=self.config, split=self.split, streaming=True)
         except Exception as error:  # of datasets, the hub's client, the network: too many kinds to name

@@ -133,4 +133,6 @@ def triton_problem(device: str, width: int = 1) -> str | None:
         return f"The Triton kernels need a CUDA device, not {device} (TRITON_INTERPRET=1 interprets them)."
     if not torch.cuda.is_available():
         return "The Triton kernels need a CUDA device, and torch finds none on this machine."
+    if torch.version.hip:  # where the device is called cuda, too
+        return "The Triton kernels are written for NVIDIA's GPUs, and this torch is built for AMD's."
     return None

@@ -212,8 +212,8 @@ def test_the_clock_tells_the_rate_of_the_last_lap_and_the_time_that_is_left(monk
     assert row == {"perf/tokens_per_s": 2000.0, "perf/step_ms": 500.0}
     for step, more in ((4, 0), (5, 1.9), (6, 0.2)):
         now[0] += more
-        clock.show(step, {"train/loss": 1.5}, lambda text, flush: told.append(text))
-    clock.show(800, {"val/loss": 2.0}, lambda text, flush: told.append(text))
+        clock.show(step, {"train/loss": 1.5}, lambda text: told.append(text))
+    clock.show(800, {"val/loss": 2.0}, lambda text: told.append(text))
     assert told == [
         "step 4/1000  loss 1.5000  2,000 tokens/s  8:18 left",
         "step 6/1000  loss 1.5000  2,000 tokens/s  8:17 left",

@@ -7,7 +7,7 @@ import torch
 
 from configs import OptimConfig
 from model import GPT, ModelConfig, Norm
-from training.optimizer import learning_rate, make_optimizer
+from training.optimizer import Skipping, learning_rate, make_optimizer
 
 TINY = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 8, "vocab_size": 11}
 
@@ -96,7 +96,7 @@ def muon():
 
 def test_muon_takes_the_hidden_matrices_and_adamw_the_rest():
     model, optimizer = muon()
-    hidden = {id(p) for p in optimizer.muon.param_groups[0]["params"]}
+    hidden = {id(p) for p in optimizer.param_groups[0]["params"]}
     for name, p in model.named_parameters():
         assert (id(p) in hidden) == (name.startswith("branches") and p.ndim == 2), name
     every = [id(p) for g in optimizer.param_groups for p in g["params"]]
@@ -140,3 +140,38 @@ def test_a_skipped_step_leaves_muons_weights_and_state_bitwise():
         torch.testing.assert_close(p.detach(), weights[name], rtol=0, atol=0)
         for key, value in state[name].items():
             torch.testing.assert_close(optimizer.state[p][key], value, rtol=0, atol=0)
+
+
+def adamws() -> list[tuple[GPT, torch.optim.AdamW | Skipping]]:
+    """The same model with fused AdamW, and with what stands for it where it heeds neither scale nor failure."""
+    made = []
+    for wrap in (lambda adamw: adamw, Skipping):
+        torch.manual_seed(0)
+        model = GPT(ModelConfig(**TINY))
+        made.append((model, wrap(make_optimizer(model, config(lr=0.02, min_lr=0.0)))))
+    return made
+
+
+def test_skipping_makes_the_steps_that_fused_adamw_makes():
+    """Also with a first step that is skipped, and with gradients that are not finite there."""
+    made = adamws()
+    for skip in (1.0, 0.0, 1.0, 0.0):
+        for model, optimizer in made:
+            torch.manual_seed(3)
+            for p in model.parameters():
+                p.grad = torch.randn_like(p) * (torch.nan if skip else 1.0)
+            optimizer.grad_scale, optimizer.found_inf = torch.tensor(4.0), torch.tensor(skip)
+            optimizer.step()
+    (model, fused), (twin, skipping) = made
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(q, p, rtol=0, atol=0)
+        assert fused.state[p].keys() == skipping.state[q].keys() == {"step", "exp_avg", "exp_avg_sq"}
+        for key, value in fused.state[p].items():
+            torch.testing.assert_close(skipping.state[q][key], value, rtol=0, atol=0)
+
+
+def test_only_mps_lacks_it(monkeypatch):
+    [(model, fused), _] = adamws()
+    assert isinstance(fused, torch.optim.AdamW)
+    monkeypatch.setattr(type(model.embed.weight), "device", torch.device("mps"))
+    assert isinstance(make_optimizer(model, config()), Skipping)

@@ -27,7 +27,7 @@ from pydantic.dataclasses import dataclass
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from configs import STRICT, ConfigError, command_line, require, user_error
+from configs import STRICT, ConfigError, command_line, flags_of, require, user_error
 from data import DataError, load_tokenizer
 from data.tokenizer import CharTokenizer
 from model import GPT, ModelConfig
@@ -322,17 +322,9 @@ def summary(config: ModelConfig) -> str:
 
 def flags(config: ModelConfig) -> str:
     """The model's flags of train.py, as far as they are not the defaults."""
-    words = []
-    for f in dataclasses.fields(ModelConfig):
-        value = getattr(config, f.name)
-        if value == f.default and f.name != "vocab_size":
-            continue
-        name = f.name.replace("_", "-")
-        if isinstance(value, bool):
-            words.append(f"--{name}" if value else f"--no-{name}")
-        else:
-            words += [f"--{name}", str(value)]
-    return " ".join(words)
+    values = {f.name: getattr(config, f.name) for f in dataclasses.fields(ModelConfig)}
+    changed = {f.name for f in dataclasses.fields(ModelConfig) if values[f.name] != f.default}
+    return " ".join(flags_of({name: v for name, v in values.items() if name in changed | {"vocab_size"}}))
 
 
 COMMANDS = {FromHf: from_hf, FromNanogpt: from_nanogpt, ToHf: to_hf, Fold: rewrite, LnToRms: rewrite}

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import tyro
 from pydantic.dataclasses import dataclass
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
@@ -42,11 +43,14 @@ CLASSES = (
 )
 MARK = "class: "
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::linear", "aten::matmul")
-ATTENTION = (
+ATTENTION = (  # where compiled; the model has no other batched product
     "aten::bmm",
     "aten::baddbmm",
     "aten::_scaled_dot_product",
-)  # where compiled; the model has no other
+    "aten::_flash_attention",
+    "aten::_efficient_attention",
+    "aten::_cudnn_attention",
+)
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 CPU_ATTENTION = {  # which PyTorch's counter does not know; backward has twice the products, none counted again
@@ -132,7 +136,9 @@ def time_by_class(steps: Steps, rounds: int) -> dict[str, float]:
             steps()
         steps.settle()
     seconds = dict.fromkeys(CLASSES, 0.0)
-    events = trace.events()
+    events = [
+        event for event in trace.events() if event.device_type == DeviceType.CPU
+    ]  # which have their kernels' time
     owners = forward_classes(events)
     for event in events:
         time = event.self_device_time_total if cuda else event.self_cpu_time_total

@@ -72,7 +72,7 @@ def generate(
         if temperature == 0:
             drawn = logits.argmax(-1, keepdim=True)
         else:
-            k = min(top_k or vocab_size, vocab_size)
+            k = min(top_k or logits.size(-1), logits.size(-1))
             values, ids = (logits / temperature).topk(k)
             choice = torch.multinomial(values.softmax(-1), 1, generator=generator)
             drawn = ids.gather(-1, choice)

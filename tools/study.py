@@ -26,7 +26,17 @@ import tyro
 from pydantic.dataclasses import dataclass
 from tqdm import tqdm
 
-from configs import GRID, OWNER, STRICT, ConfigError, command_line, load_config, require, user_error
+from configs import (
+    GRID,
+    OWNER,
+    STRICT,
+    ConfigError,
+    command_line,
+    flags_of,
+    load_config,
+    require,
+    user_error,
+)
 from data import DataError, ensure_prepared
 from tools import study_results
 from tools.report.page import page
@@ -70,7 +80,7 @@ class Study:
         cells = (dict(zip(self.grid, values, strict=True)) for values in combinations)
         self.cells = {"+".join(f"{k}={v}" for k, v in cell.items()): cell for cell in cells}
         for cell in self.cells.values():
-            load_config([str(recipe), *flags(cell)])  # a mistake is told before anything runs
+            load_config([str(recipe), *flags_of(cell)])  # a mistake is told before anything runs
 
     def finished(self, name: str) -> dict[str, Any] | None:
         """The result of a cell that was run with the recipe as it is now."""
@@ -83,7 +93,7 @@ class Study:
     def run(self, name: str) -> dict[str, Any]:
         """Trains one cell and keeps its result. Raises ConfigError if train.py fails, other than by divergence."""
         folder = self.out / name
-        command = [sys.executable, "train.py", str(self.recipe), *flags(self.cells[name])]
+        command = [sys.executable, "train.py", str(self.recipe), *flags_of(self.cells[name])]
         command += ["--out-dir", str(self.out), "--run-name", name, "--overwrite", "--wandb", "disabled"]
         threads = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "MKL")}
         begin = time.monotonic()
@@ -125,10 +135,6 @@ class Study:
         path = self.out / "report.html"
         path.write_text(page(load_runs(folders[:MOST_RUNS])), encoding="utf-8")
         return path
-
-
-def flags(cell: dict[str, Any]) -> list[str]:
-    return [part for key, value in cell.items() for part in (f"--{key.replace('_', '-')}", str(value))]
 
 
 def check_grid(grid: Any, path: Path) -> dict[str, list]:

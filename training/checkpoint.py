@@ -17,7 +17,7 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
@@ -76,7 +76,7 @@ class TrainerState:
 
     progress: Progress
     scaler: tuple[float, int]
-    """The scale of the loss, and the steps since it last changed."""
+    """The scale of the loss, and the good steps since it was last halved."""
     optimizer: dict[str, dict[str, Tensor]]
     """By parameter, then by moment."""
     config: dict[str, dict[str, bool | int | float | str | None]]
@@ -179,13 +179,17 @@ def remove(path: Path) -> None:
 
 def listed(folder: Path) -> list[Checkpoint]:
     """The checkpoints whose manifests are whole, oldest first."""
-    found = [c for c in map(read_manifest, folder.glob("step_*")) if isinstance(c, Checkpoint)]
+    found = []
+    for path in folder.glob("step_*"):
+        with contextlib.suppress(CheckpointError):
+            found.append(read_manifest(path))
     return sorted(found, key=lambda c: c.step)
 
 
 def by_loss(found: list[Checkpoint]) -> list[Checkpoint]:
-    """Those that were evaluated, the best first, and of two equals the newer one."""
-    return sorted((c for c in found if c.val_loss is not None), key=lambda c: (c.val_loss, -c.step))
+    """Those with a finite validation loss, the best first, and of two equals the newer one."""
+    evaluated = (c for c in found if c.val_loss is not None and math.isfinite(c.val_loss))
+    return sorted(evaluated, key=lambda c: (c.val_loss, -c.step))
 
 
 def tidy(folder: Path, keep: int) -> None:
@@ -223,36 +227,39 @@ def set_aside(run_dir: Path, step: int) -> None:
             path.rename(aside)
 
 
-def read_manifest(path: Path) -> Checkpoint | str:
-    """The checkpoint at `path`, or what is wrong with its manifest."""
+def read_manifest(path: Path) -> Checkpoint:
+    """The checkpoint at `path`. Raises CheckpointError, which says what is wrong with its manifest."""
     try:
         manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
         body = manifest["body"]
         if digest_of(body) != manifest["sha256"]:
-            return f"{path}/manifest.json does not match its own checksum"
+            raise CheckpointError(f"{path}/manifest.json does not match its own checksum")
         if body["format"] != FORMAT:
-            return f"{path} has format {body['format']}, and this version reads format {FORMAT}"
+            raise CheckpointError(
+                f"{path} has format {body['format']}, and this version reads format {FORMAT}"
+            )
         return Checkpoint(path, body["step"], body["val_loss"], body["sha256"])
     except FileNotFoundError:
-        return f"{path} has no manifest.json"
+        raise CheckpointError(f"{path} has no manifest.json") from None
+    except CheckpointError:
+        raise
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return f"{path}/manifest.json is damaged"
+        raise CheckpointError(f"{path}/manifest.json is damaged") from None
 
 
-def check(path: Path) -> Checkpoint | str:
-    """The checkpoint at `path` with every checksum verified, or what is wrong with it."""
+def check(path: Path) -> Checkpoint:
+    """The checkpoint at `path` with every checksum verified. Raises CheckpointError, which says what is wrong."""
     found = read_manifest(path)
-    if isinstance(found, str):
-        return found
     for name in FILES:
         file = path / name
         if not file.is_file():
-            return f"{file} is missing"
+            raise CheckpointError(f"{file} is missing")
         try:
-            if digest(file) != found.sha256.get(name):
-                return f"{file} does not match its checksum"
+            same = digest(file) == found.sha256.get(name)
         except OSError as e:
-            return f"{file} cannot be read ({e.strerror})"
+            raise CheckpointError(f"{file} cannot be read ({e.strerror})") from None
+        if not same:
+            raise CheckpointError(f"{file} does not match its checksum")
     return found
 
 
@@ -269,12 +276,14 @@ def best(run_dir: Path, tell: Callable[[str], None] = warn) -> Checkpoint:
 def select(run_dir: Path, paths: list[Path], tell: Callable[[str], None]) -> Checkpoint:
     damage = []
     for path in paths:
-        found = check(path)
-        if isinstance(found, Checkpoint):
-            for problem in damage:
-                tell(f"passing over a damaged checkpoint: {problem}")
-            return found
-        damage.append(found)
+        try:
+            found = check(path)
+        except CheckpointError as e:
+            damage.append(e)
+            continue
+        for problem in damage:
+            tell(f"passing over a damaged checkpoint: {problem}")
+        return found
     raise CheckpointError(f"{run_dir} holds no whole checkpoint" + "".join(f"; {d}" for d in damage))
 
 
@@ -301,21 +310,40 @@ def read_model(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
     Raises CheckpointError.
     """
+    with opened(path) as f:
+        return {name: f.get_tensor(name) for name in f.keys()}, header(f, path)  # noqa: SIM118
+
+
+def read_about(path: Path) -> dict[str, Any]:
+    """What the header of `path/model.safetensors` says, without its weights. Raises CheckpointError."""
+    with opened(path) as f:
+        return header(f, path)
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[Any]:
+    """`path/model.safetensors`, with what goes wrong in reading it as a CheckpointError."""
     file = path / "model.safetensors"
     try:
         with safe_open(file, "pt") as f:
-            header = (f.metadata() or {}).get("nanonorm")
-            weights = {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118
-        about = header and json.loads(header)
+            yield f
+    except CheckpointError:
+        raise
     except FileNotFoundError:
         raise CheckpointError(f"{path} holds no checkpoint: there is no {file}") from None
     except (SafetensorError, OSError, ValueError, RecursionError) as e:
         raise CheckpointError(f"{file} is damaged: {str(e).partition(chr(10))[0]}") from None
+
+
+def header(f: Any, path: Path) -> dict[str, Any]:
+    text = (f.metadata() or {}).get("nanonorm")
+    about = text and json.loads(text)
+    file = path / "model.safetensors"
     if about is None:
         raise CheckpointError(f"{file} was not written by nanonorm; `python -m tools.convert` reads others")
     if not (isinstance(about, dict) and isinstance(about.get("model"), dict) and "tokenizer" in about):
         raise CheckpointError(f"{file} does not say which model and tokenizer it holds")
-    return weights, about
+    return about
 
 
 def find(directory: str | Path, which: str = "latest") -> Path:
@@ -326,9 +354,7 @@ def find(directory: str | Path, which: str = "latest") -> Path:
     if (directory / "checkpoints").is_dir():
         return {"latest": newest, "best": best}[which](directory).path
     if (directory / "manifest.json").exists():
-        found = check(directory)
-        if isinstance(found, str):
-            raise CheckpointError(found)
+        check(directory)
     return directory
 
 
@@ -386,8 +412,3 @@ def check_weights(model: GPT, weights: dict[str, Tensor], path: Path) -> None:
 def about(model: GPT, tokenizer: dict) -> dict[str, Any]:
     """What the header of model.safetensors says."""
     return {"model": asdict(model.config), "tokenizer": tokenizer}
-
-
-def read_about(path: Path) -> dict[str, Any]:
-    """What the header of `path/model.safetensors` says: {"model": ..., "tokenizer": ...}."""
-    return read_model(path)[1]

@@ -11,6 +11,7 @@ from training.runtime import Runtime
 # Dense bfloat16 FLOP/s with float32 accumulation, from the vendors' data sheets; the first name that fits counts.
 PEAK_FLOPS = {
     "B200": 2250e12,
+    "H200 NVL": 835e12,
     "H200": 989e12,
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
@@ -22,7 +23,6 @@ PEAK_FLOPS = {
     "A10": 125e12,
     "RTX 4090": 165e12,
     "RTX 3090": 71e12,
-    "MI300X": 1307e12,
 }
 
 
@@ -82,7 +82,7 @@ class Clock:
         if self.rate:
             left = (self.last - step) * self.tokens_per_step / self.rate
             parts += [f"{self.rate:,.0f} tokens/s", f"{duration(left)} left"]
-        tell("  ".join(parts), flush=True)
+        tell("  ".join(parts))
 
 
 def duration(seconds: float) -> str:

@@ -274,11 +274,8 @@ def replay(config: Config, runtime: Runtime) -> None:
     if not (path / "report.txt").exists():
         raise checkpoint.CheckpointError(f"{path} is not the `diverged` folder that a run leaves behind")
     found = checkpoint.check(path)
-    if isinstance(found, str):
-        raise checkpoint.CheckpointError(found)
     weights, _ = checkpoint.read_model(path)
     state = checkpoint.load_trainer(found, FailedState)
-    torch.manual_seed(config.run.seed)
     trainer = Replay(config, runtime, SavedBatch(state.tokens, state.targets))
     checkpoint.check_weights(trainer.model, weights, path)
     trainer.check_state(state.optimizer, path)

@@ -18,8 +18,14 @@ def decays(model: GPT) -> dict[str, bool]:
     }
 
 
-def make_optimizer(model: GPT, config: OptimConfig) -> "torch.optim.AdamW | MuonAdamW":
-    """What `--optimizer` names. AdamW (Loshchilov & Hutter 2019) is fused, as that skips a step on the device."""
+def make_optimizer(model: GPT, config: OptimConfig) -> "torch.optim.AdamW | Skipping":
+    """What `--optimizer` names; its `step` heeds `grad_scale` and `found_inf`, without asking the device.
+
+    AdamW (Loshchilov & Hutter 2019) is fused, which does so by itself on a CPU and on CUDA, and not on MPS. Muon
+    (Jordan et al. 2024) takes the hidden matrices. Its step is the momentum's nearest orthogonal matrix, here scaled
+    to the RMS of AdamW's steps (Liu et al. 2025, "Muon is Scalable for LLM Training"), so that one learning rate and
+    one decay serve both.
+    """
     decay, hidden = decays(model), hidden_matrices(model) if config.optimizer == "muon" else []
     others = {n: p for n, p in model.named_parameters() if not any(p is h for h in hidden)}
     groups = [  # a tied weight once, under its first name
@@ -27,7 +33,12 @@ def make_optimizer(model: GPT, config: OptimConfig) -> "torch.optim.AdamW | Muon
         {"params": [p for n, p in others.items() if not decay[n]], "weight_decay": 0.0},
     ]
     adamw = torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
-    return MuonAdamW(hidden, adamw, config) if hidden else adamw
+    if not hidden:
+        return Skipping(adamw) if model.embed.weight.device.type == "mps" else adamw
+    muon = torch.optim.Muon(
+        hidden, lr=config.lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"
+    )
+    return Skipping(muon, adamw)
 
 
 def hidden_matrices(model: GPT) -> list[torch.nn.Parameter]:
@@ -35,45 +46,35 @@ def hidden_matrices(model: GPT) -> list[torch.nn.Parameter]:
     return [m.weight for m in model.branches.modules() if isinstance(m, Linear)]
 
 
-class MuonAdamW:
-    """Muon (Jordan et al. 2024) for the hidden matrices, AdamW for the rest, with fused AdamW's interface.
+class Skipping:
+    """Several of torch's optimizers as one, with fused AdamW's interface, which most of them lack.
 
-    Muon's step is the momentum's nearest orthogonal matrix, here scaled to the RMS of AdamW's steps (Liu et al.
-    2025, "Muon is Scalable for LLM Training"), so that one learning rate and one decay serve both.
     `step` divides the gradients by `grad_scale` and changes nothing, on the device, where `found_inf` is 1.
     """
 
-    def __init__(self, hidden: list[torch.nn.Parameter], adamw: torch.optim.AdamW, config: OptimConfig):
-        self.adamw = adamw
-        self.muon = torch.optim.Muon(
-            hidden, lr=config.lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"
-        )
-        self.state = self.muon.state = self.adamw.state
-        self.param_groups = self.muon.param_groups + self.adamw.param_groups
-        self.grad_scale = self.found_inf = torch.tensor(0.0)
+    def __init__(self, *optimizers: torch.optim.Optimizer):
+        self.optimizers, self.state = optimizers, optimizers[0].state
+        for optimizer in optimizers:
+            optimizer.state = self.state
+        self.param_groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        self.grad_scale, self.found_inf = torch.tensor(1.0), torch.tensor(0.0)
 
+    @torch.no_grad()
     def step(self) -> None:
-        self.adamw.grad_scale, self.adamw.found_inf = self.grad_scale, self.found_inf
-        self.adamw.step()
-        params = self.muon.param_groups[0]["params"]
+        params = [p for group in self.param_groups for p in group["params"]]
         torch._foreach_div_([p.grad for p in params], self.grad_scale)
-        before = {p: (p.detach().clone(), self.momentum(p).clone()) for p in params}
-        self.muon.step()
+        before = [(p.clone(), {key: value.clone() for key, value in self.state[p].items()}) for p in params]
+        for optimizer in self.optimizers:
+            optimizer.step()
         skip = self.found_inf.bool()
-        with torch.no_grad():
-            for p, (weight, momentum) in before.items():
-                p.copy_(torch.where(skip, weight, p))
-                self.momentum(p).copy_(torch.where(skip, momentum, self.momentum(p)))
-
-    def momentum(self, p: torch.nn.Parameter) -> torch.Tensor:
-        state = self.state[p]
-        if not state:
-            state["momentum_buffer"] = torch.zeros_like(p)
-        return state["momentum_buffer"]
+        for p, (weight, state) in zip(params, before, strict=True):
+            p.copy_(torch.where(skip, weight, p))
+            for key, value in self.state[p].items():  # which the first step makes, of zeros
+                value.copy_(torch.where(skip, state.get(key, 0.0), value))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        self.adamw.zero_grad(set_to_none)
-        self.muon.zero_grad(set_to_none)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none)
 
 
 def learning_rate(step: int, config: OptimConfig) -> float:

@@ -56,7 +56,7 @@ class LossScale:
         if self.dynamic:
             good = torch.where(bad, 0, self.good_steps + 1)
             grown = torch.where(good % SCALE_INTERVAL == 0, 2.0, 1.0)
-            factor = torch.where(bad, 0.5, torch.where(good > 0, grown, 1.0))
+            factor = torch.where(bad, 0.5, grown)
             self.scale *= torch.where(hold, 1.0, factor)
             self.good_steps.copy_(torch.where(hold, self.good_steps, good))
 
@@ -70,9 +70,8 @@ class Trainer:
         torch.manual_seed(config.run.seed)
         self.model = GPT(config.model).to(runtime.device)
         self.module = self.wrap()
-        self.parameters = dict(
-            self.model.named_parameters()
-        )  # as the optimizer knows them: shards under FSDP
+        # The objects that the optimizer knows: under FSDP shards, whatever stands in the model later.
+        self.parameters = dict(self.model.named_parameters())
         self.optimizer = make_optimizer(self.model, optim)
         self.scale = LossScale.make(config.model.dtype, runtime.device)
         self.norms = PartNorms(self.model, runtime)

@@ -91,13 +91,13 @@ def draw_profile(ax, runs: list[Run], quantity: Quantity) -> None:
         table = run.table(quantity)
         if not table.steps:
             continue
-        lines: dict[str, list[tuple[float, float | None]]] = {}
+        lines: dict[str, list[tuple[float, float]]] = {}
         for place, value in zip(table.places, table.values[-1], strict=True):
             kind = MARKERS.get(place.rpartition(".")[2], "o") if quantity.name == "gain" else ""
-            if height(place)[0] < float("inf"):
+            if height(place)[0] < float("inf") and value is not None:
                 lines.setdefault(kind, []).append((height(place)[0], value))
         for n, (kind, points) in enumerate(lines.items()):
-            x, y = zip(*((x, y) for x, y in points if y is not None), strict=True)
+            x, y = zip(*points, strict=True)
             label = run.label if n == 0 else None
             ax.plot(x, y, **line_style(i), marker=kind or None, markersize=3, linewidth=1.6, label=label)
     ax.set(title=f"{quantity.title} at the end", xlabel="layer")
