@@ -19,13 +19,14 @@ from typing import Any
 import torch
 
 import kernels
-from configs import Config, ConfigError, load_config, replace, user_error
-from data import DataError, Dataset, check_token_range, ensure_prepared, open_dataset
+from configs import Config, ConfigError, load_config, user_error
+from data import DataError, Dataset
 from tools.report.runs import load_runs
 from tools.report.text import depth_table
 from tools.sample import Options as SampleOptions
 from tools.sample import continuations
 from training.clock import Clock, peak_rate
+from training.dataset import open_data
 from training.divergence import EXIT_CODE, Diverged, Guard, replay
 from training.folder import RunFolder
 from training.keeper import Keeper
@@ -145,17 +146,11 @@ def loop(trainer: Trainer, keeper: Keeper, tracker: Tracker | None, request: Sto
         values = trainer.step(progress.step, watch)
         stopping, overdue = trainer.runtime.any(request.signal is not None, keeper.overdue())
         save = stopping or overdue or due(step, run.checkpoint_interval)
-        row, diverged = trainer.row(values, progress.step) if watch else {}, False
-        if watch:
-            diverged = row.pop("diverged")
-            row |= clock.lap(step)
-        elif look or evaluate or save or trainer.runtime.device.type == "cpu":
-            diverged = trainer.diverged.item()
-        if diverged:
-            guard.stop()
+        wait = look or evaluate or save or trainer.runtime.device.type == "cpu"
+        row = guard.read(values, progress.step, wait)
         progress.step = step
         if watch:
-            guard.passed(step, row)
+            row |= clock.lap(step)
         if look:
             row |= probe.measure(trainer.scale.scale)
         if evaluate:
@@ -265,25 +260,6 @@ def keep_caches_in(out_dir: Path) -> None:
     """torch's compilation caches go under out/, unless the user has chosen a place."""
     for name in ("TORCHINDUCTOR", "TRITON"):
         os.environ.setdefault(f"{name}_CACHE_DIR", str((out_dir / ".cache" / name.lower()).absolute()))
-
-
-def open_data(config: Config, runtime: Runtime) -> tuple[Config, Dataset]:
-    """The data set, and the configuration with its vocabulary; the default one is prepared if it is missing."""
-    runtime.on_main(lambda: ensure_prepared(config.data.dataset))
-    dataset = runtime.on_all(lambda: open_dataset(config.data.dataset))
-    return runtime.on_all(lambda: fit(config, dataset)), dataset
-
-
-def fit(config: Config, dataset: Dataset) -> Config:
-    """The configuration with the data set's vocabulary, checked against the ids that the data really holds."""
-    if config.model.vocab_size == 0:
-        if dataset.vocab_size is None:
-            raise DataError(
-                f"{dataset.path} does not say how large its vocabulary is; pass --vocab-size, say 65"
-            )
-        config = replace(config, "model", vocab_size=dataset.vocab_size)
-    check_token_range(dataset, config.model.vocab_size)
-    return config
 
 
 if __name__ == "__main__":

@@ -80,6 +80,14 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
     assert steps(tmp_path) == [50, 90]
 
 
+@pytest.mark.parametrize("loss", [float("nan"), float("inf")])
+def test_a_loss_that_is_no_number_hides_no_best(tmp_path, loss):
+    for step, other in ((10, 1.9), (20, loss), (30, 2.0), (40, loss)):
+        save(tmp_path, step, other)
+    assert checkpoint.best(tmp_path).step == 10
+    assert steps(tmp_path) == [10, 30, 40]
+
+
 def test_a_step_that_was_not_evaluated_is_never_the_best(tmp_path):
     save(tmp_path, 1, None)
     with pytest.raises(CheckpointError, match="no whole checkpoint"):
@@ -95,9 +103,9 @@ def test_everything_is_synced_before_it_gets_its_name(tmp_path, monkeypatch):
     first = events[: events.index(("sync", "checkpoints")) + 1]
     first = [e for e in first if "deleting" not in e[1]]
     assert first == [
+        ("sync", "manifest.json"),
         ("sync", "model.safetensors"),
         ("sync", "trainer.pt"),
-        ("sync", "manifest.json"),
         ("sync", ".writing_step_00000001"),
         ("rename", "step_00000001"),
         ("sync", "checkpoints"),

@@ -91,6 +91,13 @@ def test_the_saved_configuration_reads_back(tmp_path):
     assert load_config([str(tmp_path / "config.toml")]) == config
 
 
+def test_a_recipe_whose_name_cannot_name_a_run_is_refused_in_one_sentence(tmp_path):
+    file = tmp_path / "my recipe.toml"
+    file.write_text("", encoding="utf-8")
+    assert "run_name 'my recipe' must be a plain folder name" in refusal([str(file)])
+    assert load_config([str(file), "--run-name", "mine"]).run.run_name == "mine"
+
+
 def test_auto_names_a_new_folder(tmp_path):
     argv = ["configs/quickstart.toml", "--out-dir", str(tmp_path), "--run-name", "auto"]
     assert load_config(argv).run.run_name == "quickstart"

@@ -112,6 +112,8 @@ def test_why_triton_cannot_run(monkeypatch):
         kernels.norm(x, gain, impl="triton", **OPTIONS)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert kernels.triton_problem("cuda") is None
+    monkeypatch.setattr(torch.version, "hip", "6.4")  # AMD's build, which calls its devices cuda
+    assert "written for NVIDIA" in kernels.triton_problem("cuda")
     monkeypatch.setattr(kernels, "HAS_TRITON", False)
     assert "not installed" in kernels.triton_problem("cuda")
 

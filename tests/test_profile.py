@@ -1,10 +1,12 @@
 """FLOPs against the formula, the classes of a step's time, and the arithmetic of ratios."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tiny_runs import recipe as tiny_recipe
+from torch.autograd import DeviceType
 
 from configs import load_config, replace
 from tools import profile, throughput
@@ -80,6 +82,23 @@ def test_backward_counts_as_the_forward_it_belongs_to(recipe):
     assert found["aten::_fused_adamw_"] == {"optimizer"}
 
 
+def test_a_kernel_on_the_gpu_counts_once_and_for_the_operator_that_started_it():
+    """As a trace of CUDA lists them: the range, the operator in it, the kernel itself, and the range's copy."""
+
+    def event(name, device_type, time, parent=None):
+        return SimpleNamespace(
+            name=name, device_type=device_type, self_device_time_total=time, cpu_parent=parent, sequence_nr=-1
+        )
+
+    CPU, CUDA = DeviceType.CPU, DeviceType.CUDA
+    around = event("class: norms and joins", CPU, 0)
+    trace = [around, event("nanonorm::forward", CPU, 3, around), event("kernel of Triton", CUDA, 3)]
+    trace += [event("class: norms and joins", CUDA, 9), event("aten::_flash_attention_forward", CPU, 5)]
+    trace += [event("aten::mm", CPU, 2), event("gemm", CUDA, 2)]
+    found = profile.class_shares(trace, "self_device_time_total")
+    assert found == {"norms and joins": 0.3, "attention": 0.5, "matrix products": 0.2}
+
+
 def test_ratios_are_taken_within_a_turn():
     times = {"a": [1.0, 10.0, 2.0], "b": [2.0, 20.0, 2.0]}  # the machine was slow in the second turn
     row = throughput.relative(times, "a")["b"]
@@ -124,8 +143,15 @@ def test_the_table_of_switches_has_every_combination(recipe):
     assert len({row["step_ms"] for row in table.values()}) == 16
 
 
-def test_a_mistake_is_one_sentence(recipe, capsys):
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--rounds", "1"), "--rounds is 1; quartiles want at least 2"),
+        (("--show", "logging", "--picture", "p.png"), "--picture shows the classes, not logging"),
+    ],
+)
+def test_a_mistake_is_one_sentence(recipe, flags, says, capsys):
     with pytest.raises(SystemExit) as stopped:
-        profile.main([str(recipe), "--rounds", "1"])
+        profile.main([str(recipe), *flags])
     assert stopped.value.code == 2
-    assert capsys.readouterr().err == "error: --rounds is 1; quartiles want at least 2\n"
+    assert capsys.readouterr().err == f"error: {says}\n"

@@ -228,6 +228,20 @@ def test_pictures_show_the_recorded_numbers(tmp_path, monkeypatch):
         assert grid[:, -1].tolist() == [20.0 * (1 + i) for i in range(7)]
 
 
+def test_pictures_of_a_run_whose_last_row_has_no_values(tmp_path, monkeypatch):
+    """A float16 step that was skipped has no finite gradient; the row before it has no profile `at the end`."""
+    folder = write_run(tmp_path / "a")
+    *rows, last = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    values = json.loads(last)
+    last = json.dumps(values | {key: None for key in values if key.startswith("grad_norm/")})
+    (folder / "metrics.jsonl").write_text("\n".join([*rows, last]) + "\n", encoding="utf-8")
+    drawn = {}
+    monkeypatch.setattr(pictures, "finish", lambda figure, path: drawn.setdefault(path.stem, figure) and path)
+    monkeypatch.setattr(pictures, "QUANTITIES", [q for q in QUANTITIES if q.id == "grad_norm"])
+    pictures.save_pictures(load_runs([folder]), tmp_path / "png")
+    assert len(drawn["grad_norm_profile"].axes[0].lines) == 0
+
+
 def test_the_runs_of_the_readme_are_there_and_differ_in_placement_only():
     runs = load_runs([Path("docs/runs", placement) for placement in PLACEMENTS])
     assert differences(runs) == {"placement": list(PLACEMENTS)}

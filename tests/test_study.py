@@ -7,7 +7,7 @@ import pytest
 import torch
 from tiny_runs import recipe as tiny_recipe
 
-from configs import load_config
+from configs import flags_of, load_config
 from tools import study, study_results
 from tools.study import Study
 
@@ -67,6 +67,14 @@ def test_a_cell_run_again_gives_the_same_loss_bitwise(place, results, capsys):
 
 def test_a_single_run_leaves_the_grid_alone(place):
     assert load_config([str(place)]).model.norm == "layernorm"
+
+
+def test_booleans_can_be_varied(tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text("[grid]\nembed_norm = [true, false]\nbias = [false]", encoding="utf-8")
+    cells = Study(file).cells.values()
+    found = [load_config([str(file), *flags_of(cell)]).model for cell in cells]
+    assert [(model.embed_norm, model.bias) for model in found] == [(True, False), (False, False)]
 
 
 @pytest.mark.parametrize(

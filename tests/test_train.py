@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+import train
 from configs import load_config
-from data import open_dataset
+from data import DataError, open_dataset
 from model import GPT, ModelConfig
 from tools import sample
 from training.checkpoint import load_model
@@ -132,6 +133,17 @@ def test_a_folder_that_holds_a_run_is_refused_and_left_alone(run):
     refused = python("train.py", folder / "config.toml")
     assert_refused(refused, f"{folder} already holds a run; pass --resume, --overwrite or another --run-name")
     assert (folder / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_run_whose_vocabulary_cannot_be_fetched_ends_well_without_a_sample(place, monkeypatch, capsys):
+    def fail(meta):
+        raise DataError("the vocabulary could not be fetched")
+
+    monkeypatch.setattr("data.dataset.load_tokenizer", fail)
+    flags = ["--run-name", "offline", "--max-iters", "2", "--warmup-iters", "1", "--wandb", "disabled"]
+    train.main([str(place / "tiny.toml"), *flags])
+    printed = capsys.readouterr().out
+    assert "no sample: the vocabulary could not be fetched\n\nwhere to look next" in printed
 
 
 def test_sampling_is_seeded_and_knows_the_corpus(run, capsys):
@@ -312,5 +324,10 @@ def test_a_sample_is_what_the_model_says_at_its_own_length():
     model.register_forward_pre_hook(lambda _, inputs: lengths.add(inputs[0].size(1)))
     found = sample.generate(model, begin, 130, vocab_size=40, temperature=0, top_k=0, seed=0)
     assert torch.equal(found, expected)
+    # A tokenizer that knows more ids than the model can only be given the model's.
+    wide = sample.generate(model, begin, 20, vocab_size=60, temperature=1.0, top_k=0, seed=0)
+    assert torch.equal(
+        wide, sample.generate(model, begin, 20, vocab_size=50, temperature=1.0, top_k=50, seed=0)
+    )
     assert len(set(expected[0].tolist())) > 4
     assert lengths == {64, 100}

@@ -22,7 +22,6 @@ import multiprocessing
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -36,8 +35,9 @@ from pydantic.dataclasses import dataclass
 
 from configs import STRICT, Config, ConfigError, command_line, load_config, replace, user_error
 from data import DataError, Dataset, open_dataset
-from tools.throughput import check_rounds, open_data
+from tools import throughput
 from training.clock import flops_per_token, peak_flops
+from training.dataset import open_data
 from training.runtime import Runtime, accumulation, choose_device, start
 from training.trainer import Trainer
 
@@ -61,7 +61,7 @@ class Options:
     """Train on random tokens, without a data set."""
 
     def __post_init__(self):
-        check_rounds(self.rounds)
+        throughput.check_rounds(self.rounds)
 
 
 def load_nanogpt(folder: str) -> ModuleType:
@@ -126,17 +126,12 @@ def begin(make: Callable[..., Trainer], *arguments) -> None:
 
 def seconds(indices: range) -> float:
     """Seconds per step."""
-    settle()
-    since = time.perf_counter()
-    for index in indices:
-        trainer.step(index, watch=False)
-    settle()
-    return (time.perf_counter() - since) / len(indices)
 
+    def steps() -> None:
+        for index in indices:
+            trainer.step(index, watch=False)
 
-def settle() -> None:
-    if trainer.runtime.device.type == "cuda":
-        torch.cuda.synchronize()
+    return throughput.seconds(steps, trainer.runtime.device) / len(indices)
 
 
 def peak_memory() -> int:
@@ -184,8 +179,7 @@ def compare(options: Options, config: Config) -> dict[str, Any]:
 def with_data(config: Config, random_tokens: bool) -> Iterator[Config]:
     """The configuration with its vocabulary, and data that exist. Raises ConfigError or DataError."""
     if not random_tokens:
-        vocab_size = config.model.vocab_size or open_data(config).vocab_size or 256
-        yield replace(config, "model", vocab_size=vocab_size)
+        yield open_data(config, Runtime(torch.device("cpu")))[0]
         return
     if not 0 < config.model.vocab_size <= 2**16:
         raise ConfigError("--random-tokens wants a vocabulary: --vocab-size N after `--`, of at most 65,536")

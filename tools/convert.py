@@ -13,7 +13,6 @@ What comes in or is rewritten is a folder with model.safetensors, for tools.samp
 import contextlib
 import dataclasses
 import json
-import os
 import re
 import shutil
 import sys
@@ -52,7 +51,7 @@ from training.checkpoint import (
     model_weights,
     read_about,
     save_model,
-    sync,
+    writing,
 )
 
 Source = tyro.conf.Positional[str]
@@ -180,7 +179,7 @@ def into_ours(family: Family, theirs: dict[str, Any], weights: Weights) -> tuple
     config = our_config(family, theirs)
     weights = our_weights(family, config, theirs, weights)
     with torch.device("meta"):
-        check_weights(GPT(config), weights, Path("the converted model"))
+        check_weights(GPT(config), weights, "the converted model")
     return config, weights
 
 
@@ -298,19 +297,12 @@ def written(options: Target, source: Path) -> Iterator[Path]:
     out = Path(options.out)
     if out.resolve() in (source.resolve(), *source.resolve().parents):
         raise ConfigError(f"--out {out} holds what is being converted; choose another folder")
-    temporary = out.parent / f".writing_{out.name}"
     try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        yield temporary
-        for file in temporary.iterdir():
-            sync(file)
-        shutil.rmtree(out, ignore_errors=True)
-        os.replace(temporary, out)
+        with writing(out) as folder:
+            yield folder
+            shutil.rmtree(out, ignore_errors=True)
     except OSError as e:
         raise ConfigError(f"{out} cannot be written: {e.strerror}") from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def summary(config: ModelConfig) -> str:

@@ -1,27 +1,18 @@
-"""What looking inside costs: steps with and without it, taken in turns in one process.
-
-python -m tools.logging_cost configs/shakespeare_char.toml
-"""
+"""What looking inside costs: steps with and without it, taken in turns in one process."""
 
 import itertools
 import statistics
-import sys
 import tempfile
-import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
-from configs import Config, ConfigError, load_config, replace, user_error
-from data import DataError, ensure_prepared, open_dataset
+from configs import Config
+from tools.throughput import seconds
+from training.dataset import open_data
 from training.probe import Probe
 from training.runtime import start
 from training.tracker import Tracker
 from training.trainer import Trainer
-
-ROUNDS = 15
 
 
 @dataclass(frozen=True)
@@ -51,7 +42,7 @@ class LoggingCost:
         )
 
 
-def measure(config: Config, rounds: int = ROUNDS) -> LoggingCost:
+def measure(config: Config, rounds: int) -> LoggingCost:
     """The cost of logging on this machine, for a configuration as `load_config` gives it.
 
     A round is some steps without logging, as many with the last one logged, and a closer look. The device is waited
@@ -59,9 +50,7 @@ def measure(config: Config, rounds: int = ROUNDS) -> LoggingCost:
     ahead of the device, and one on a CPU, where it cannot. Raises ConfigError, DataError.
     """
     config, runtime = start(config)
-    ensure_prepared(config.data.dataset)
-    dataset = open_dataset(config.data.dataset)
-    config = replace(config, "model", vocab_size=config.model.vocab_size or dataset.vocab_size)
+    config, dataset = open_data(config, runtime)
     trainer = Trainer(config, runtime, dataset)
     probe = Probe(trainer.model, trainer.windows, trainer.norms)
     step, some = 0, 1 if runtime.device.type == "cpu" else config.run.log_interval
@@ -95,23 +84,3 @@ def measure(config: Config, rounds: int = ROUNDS) -> LoggingCost:
         for column in zip(*((plain, log - plain, closer) for plain, log, closer in times), strict=True)
     )
     return LoggingCost(plain / some, extra, closer, config.run.log_interval, config.run.probe_interval)
-
-
-def seconds(work: Callable[[], object], device: torch.device) -> float:
-    begin = time.perf_counter()
-    work()
-    if device.type != "cpu":
-        torch.get_device_module(device).synchronize()
-    return time.perf_counter() - begin
-
-
-def main(argv: Sequence[str]) -> None:
-    try:
-        config = load_config(argv, "python -m tools.logging_cost")
-        print(f"{config.run.run_name}: {measure(config)}")
-    except (ConfigError, DataError) as e:
-        user_error(str(e))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

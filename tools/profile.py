@@ -2,7 +2,7 @@
 
     python -m tools.profile configs/shakespeare_char_cpu.toml
     python -m tools.profile configs/quickstart.toml --picture profile.png -- --norm rmsnorm
-    python -m tools.profile configs/shakespeare_char_cpu.toml --switches
+    python -m tools.profile configs/shakespeare_char_cpu.toml --show switches
 
 Flags after `--` are train.py's. An operator of the backward pass belongs to the class of the forward operator that
 autograd made it for.
@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import tyro
@@ -30,7 +30,7 @@ from configs import STRICT, Config, ConfigError, command_line, load_config, repl
 from data import DataError
 from model import GPT, Norm
 from tools import logging_cost
-from tools.throughput import Steps, check_rounds, in_turn, lines, matrix_rate, relative, switches
+from tools.throughput import Steps, check_rounds, in_turn, lines, matrix_rate, relative, switches, synchronize
 
 CLASSES = (
     "matrix products",
@@ -70,18 +70,16 @@ class Options:
     """Steps of every setting that are measured."""
     compiled: bool = True
     """Also compile the model, which takes a minute or two."""
-    switches: bool = False
-    """Instead: the speed of every norm, placement and qk_norm relative to pre LayerNorm."""
-    logging: bool = False
-    """Instead: what logging costs, as tools.logging_cost measures it."""
+    show: Literal["classes", "switches", "logging"] = "classes"
+    """The classes; the speed of every norm, placement and qk_norm relative to pre LayerNorm; or what logging costs."""
     json: str = ""
     """File for the numbers."""
     picture: str = ""
-    """File for the picture (.png or .svg)."""
+    """File for the picture of the classes (.png or .svg)."""
 
     def __post_init__(self):
         check_rounds(self.rounds)
-        require(not (self.switches and self.logging), "--switches and --logging exclude each other")
+        require(not self.picture or self.show == "classes", f"--picture shows the classes, not {self.show}")
 
 
 @contextlib.contextmanager
@@ -134,17 +132,18 @@ def time_by_class(steps: Steps, rounds: int) -> dict[str, float]:
     with contextlib.nullcontext() if compiled else marked(steps), profile(activities=activities) as trace:
         for _ in range(rounds):
             steps()
-        steps.settle()
-    seconds = dict.fromkeys(CLASSES, 0.0)
-    events = [
-        event for event in trace.events() if event.device_type == DeviceType.CPU
-    ]  # which have their kernels' time
-    owners = forward_classes(events)
+        synchronize(steps.trainer.runtime.device)
+    return class_shares(trace.events(), "self_device_time_total" if cuda else "self_cpu_time_total")
+
+
+def class_shares(events, time: str) -> dict[str, float]:
+    """The share of every class in the operators' `time`. A GPU's kernels count for the operators they belong to."""
+    events = [event for event in events if event.device_type == DeviceType.CPU]
+    owners, sums = forward_classes(events), dict.fromkeys(CLASSES, 0.0)
     for event in events:
-        time = event.self_device_time_total if cuda else event.self_cpu_time_total
-        seconds[class_of(event, owners)] += time
-    total = sum(seconds.values())
-    return {name: s / total for name, s in seconds.items() if s}
+        sums[class_of(event, owners)] += getattr(event, time)
+    total = sum(sums.values())
+    return {name: s / total for name, s in sums.items() if s}
 
 
 def forward_classes(events) -> dict[int, str]:
@@ -281,10 +280,10 @@ def main(argv: Sequence[str]) -> None:
         end = argv.index("--") if "--" in argv else len(argv)
         options = command_line(Options, argv[:end], "python -m tools.profile")
         config = load_config([options.recipe, *argv[end + 1 :]])
-        if options.switches:
+        if options.show == "switches":
             found = switches(config, options.rounds)
             print("\n".join(lines(found)))
-        elif options.logging:
+        elif options.show == "logging":
             cost = logging_cost.measure(config, options.rounds)
             found = asdict(cost) | {"share": cost.share}
             print(cost)

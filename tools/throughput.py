@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from configs import Config, ConfigError, replace
-from data import Dataset, ensure_prepared, open_dataset
+from training.dataset import open_data
 from training.runtime import start
 from training.trainer import Trainer
 
@@ -25,9 +25,7 @@ class Steps:
 
     def __init__(self, config: Config):
         config, runtime = start(config)
-        dataset = open_data(config)
-        if config.model.vocab_size == 0:
-            config = replace(config, "model", vocab_size=dataset.vocab_size or 256)
+        config, dataset = open_data(config, runtime)
         self.trainer, self.index = Trainer(config, runtime, dataset), 0
 
     def __call__(self) -> None:
@@ -35,25 +33,27 @@ class Steps:
         self.index += 1
 
     def seconds(self) -> float:
-        """The time of one step, with everything that the device had to do."""
-        self.settle()
-        begin = time.perf_counter()
-        self()
-        self.settle()
-        return time.perf_counter() - begin
-
-    def settle(self) -> None:
-        if self.trainer.runtime.device.type != "cpu":
-            self.trainer.failed_step.item()
+        """The time of one step."""
+        return seconds(self, self.trainer.runtime.device)
 
     @property
     def tokens(self) -> int:
         return self.trainer.config.optim.batch_size * self.trainer.block_size
 
 
-def open_data(config: Config) -> Dataset:
-    ensure_prepared(config.data.dataset)
-    return open_dataset(config.data.dataset)
+def synchronize(device: torch.device) -> None:
+    """Waits until the device has done what it was asked to do."""
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize()
+
+
+def seconds(work: Callable[[], object], device: torch.device) -> float:
+    """The time of `work`, with everything that the device has to do for it."""
+    synchronize(device)
+    begin = time.perf_counter()
+    work()
+    synchronize(device)
+    return time.perf_counter() - begin
 
 
 def in_turn(runs: dict[str, Steps], rounds: int, warm_up: int = 3) -> dict[str, list[float]]:
@@ -92,15 +92,7 @@ def switches(config: Config, rounds: int) -> dict[str, dict[str, float]]:
 def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
     """FLOP/s of the fastest of some square matrix products: what the machine can do at most."""
     a = torch.randn(MATRIX, MATRIX, device=device).to(dtype)
-    return 2 * MATRIX**3 / min(timed(lambda: a @ a, device) for _ in range(30))
-
-
-def timed(fn: Callable[[], torch.Tensor], device: torch.device) -> float:
-    begin = time.perf_counter()
-    y = fn()
-    if device.type != "cpu":
-        y[0, 0].item()
-    return time.perf_counter() - begin
+    return 2 * MATRIX**3 / min(seconds(lambda: a @ a, device) for _ in range(30))
 
 
 def lines(table: dict[str, dict[str, float]]) -> Iterable[str]:

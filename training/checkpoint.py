@@ -104,23 +104,31 @@ def save(
     weights: tensors by name. about: {"model": ..., "tokenizer": ...}, JSON. val_loss: of exactly this step, or
     None. Raises OSError when the disk fails, or when there is this step already, and leaves all as it was.
     """
-    folder = run_dir / "checkpoints"
-    final = folder / f"step_{state.progress.step:08d}"
-    temporary = folder / f".writing_{final.name}"
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        write(temporary, weights, about, state, val_loss)
-        os.replace(temporary, final)
-        sync(folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    tidy(folder, keep)
+    final = run_dir / "checkpoints" / f"step_{state.progress.step:08d}"
+    with writing(final) as folder:
+        write(folder, weights, about, state, val_loss)
+    tidy(final.parent, keep)
     return final
 
 
+@contextlib.contextmanager
+def writing(final: Path) -> Iterator[Path]:
+    """A folder to write into. What it holds at the end is synced and renamed to `final`; after a failure it is gone."""
+    temporary = final.with_name(f".writing_{final.name}")
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        yield temporary
+        for file in sorted(temporary.iterdir()):
+            sync(file)
+        sync(temporary)
+        os.replace(temporary, final)
+        sync(final.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
 def write(path: Path, weights: dict, about: dict, state: TrainerState, val_loss: float | None) -> None:
-    path.mkdir()
     try:
         save_model(path, weights, about)
         torch.save(vars(state) | {"progress": asdict(state.progress)}, path / "trainer.pt")
@@ -130,9 +138,6 @@ def write(path: Path, weights: dict, about: dict, state: TrainerState, val_loss:
     body["sha256"] = {name: digest(path / name) for name in FILES}
     manifest = {"body": body, "sha256": digest_of(body)}
     (path / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-    for name in (*FILES, "manifest.json"):
-        sync(path / name)
-    sync(path)
 
 
 def save_model(path: Path, weights: dict, about: dict) -> None:
@@ -392,20 +397,20 @@ def sketch(described: dict[str, Any], weights: dict[str, Tensor], path: Path) ->
         raise CheckpointError(f"{problem}: it is too large") from None
 
 
-def check_weights(model: GPT, weights: dict[str, Tensor], path: Path) -> None:
+def check_weights(model: GPT, weights: dict[str, Tensor], where: Path | str) -> None:
     """Raises CheckpointError that names the first weight that is missing, unknown or of another shape."""
     own = model_weights(model)
     for name in sorted(own.keys() | weights.keys()):
         if name not in weights:
-            raise CheckpointError(f"{path} lacks the weight {name}, which this model has")
+            raise CheckpointError(f"{where} lacks the weight {name}, which this model has")
         if name not in own:
-            raise CheckpointError(f"{path} has a weight {name}, which this model does not")
+            raise CheckpointError(f"{where} has a weight {name}, which this model does not")
         if own[name].shape != weights[name].shape:
             have, want = tuple(weights[name].shape), tuple(own[name].shape)
-            raise CheckpointError(f"{path}: {name} has shape {have}, and this model wants {want}")
+            raise CheckpointError(f"{where}: {name} has shape {have}, and this model wants {want}")
         if own[name].is_floating_point() != weights[name].is_floating_point():
             raise CheckpointError(
-                f"{path}: {name} holds {weights[name].dtype}, and weights are floating-point"
+                f"{where}: {name} holds {weights[name].dtype}, and weights are floating-point"
             )
 
 

@@ -7,13 +7,11 @@ one before the failed step. The diagnosis computes that step's gradient again.
 """
 
 import math
-import os
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pydantic
-import torch
 from torch import Tensor
 
 from configs import Config, replace, to_toml
@@ -64,6 +62,19 @@ class Guard:
         self.lowest = math.inf
         self.healthy: dict[str, float] = {}
 
+    def read(self, values: dict[str, Tensor], index: int, wait: bool) -> dict[str, float]:
+        """The first table's row of step `index`, whose `values` Trainer.step gave; empty if it was not watched.
+
+        Raises Diverged if this step or one before it has failed, which is looked at where the step was watched, or
+        with `wait`: the host waits for the device then.
+        """
+        row = self.trainer.row(values, index) if "parts" in values else {}
+        if row.pop("diverged") if row else wait and self.trainer.diverged.item():
+            self.stop()
+        if row:
+            self.passed(index + 1, row)
+        return row
+
     def passed(self, step: int, row: dict[str, float]) -> None:
         """A logged step that is healthy; from the end of the warm-up on it limits the losses to come."""
         self.healthy = row | {"iter": step}
@@ -99,14 +110,12 @@ class Guard:
             healthy=self.healthy,
         )
         about = checkpoint.about(trainer.model, self.dataset.meta.get("tokenizer"))
-        temporary = folder.with_name(".diverged")
-        shutil.rmtree(temporary, ignore_errors=True)
         try:
-            checkpoint.write(temporary, weights, about, state, None)
-            (temporary / "config.toml").write_text(to_toml(config), encoding="utf-8")
-            (temporary / "report.txt").write_text(text + "\n", encoding="utf-8")
-            shutil.rmtree(folder, ignore_errors=True)
-            os.replace(temporary, folder)
+            with checkpoint.writing(folder) as path:
+                checkpoint.write(path, weights, about, state, None)
+                (path / "config.toml").write_text(to_toml(config), encoding="utf-8")
+                (path / "report.txt").write_text(text + "\n", encoding="utf-8")
+                shutil.rmtree(folder, ignore_errors=True)
         except OSError as e:
             return f"  saved    nothing, as {folder} cannot be written ({e.strerror or e})"
         return f"  saved    state, batch and this report; python train.py --replay {folder} repeats the step"
@@ -125,7 +134,9 @@ def diagnose(trainer: Trainer, index: int, healthy: dict[str, float]) -> Diagnos
 
     healthy: the last row of the first table before it, which a loss that jumps is compared with. A collective.
     """
+    put_back = trainer.keep_statistics()
     loss, squares, residual_rms = trainer.gradient(index, watch=True)
+    put_back(trainer.diverged)
     row = trainer.row(
         {
             "diverged": trainer.diverged,

@@ -5,6 +5,7 @@ state to save: a run that resumes at step i is the run that never stopped.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,6 +73,8 @@ class Trainer:
         self.module = self.wrap()
         # The objects that the optimizer knows: under FSDP shards, whatever stands in the model later.
         self.parameters = dict(self.model.named_parameters())
+        saved = model_weights(self.model).items()
+        self.statistics = [b for name, b in saved if name not in self.parameters]  # BatchNorm's
         self.optimizer = make_optimizer(self.model, optim)
         self.scale = LossScale.make(config.model.dtype, runtime.device)
         self.norms = PartNorms(self.model, runtime)
@@ -117,13 +120,26 @@ class Trainer:
         A step whose loss or gradient is not finite, or whose loss is above `loss_limit`, changes nothing, and
         neither does any after it: `failed_step` is then its index, and the state is the one before it.
         """
+        put_back = self.keep_statistics()
         loss, squares, residual_rms = self.gradient(index, watch)
         norm = squares.sum().sqrt()
         self.update(index, loss, norm)
+        put_back(self.diverged)
         values = {"diverged": self.diverged, "loss": loss, "grad_norm": norm}
         if watch:
             values |= {"parts": self.norms.by_part(squares), "residual_rms": residual_rms}
         return values
+
+    def keep_statistics(self) -> Callable[[Tensor], None]:
+        """A function that puts running statistics, which forward moves, back to what they are now if `failed`."""
+        before = [b.clone() for b in self.statistics]
+
+        @torch.no_grad()
+        def put_back(failed: Tensor) -> None:
+            for now, then in zip(self.statistics, before, strict=True):
+                now.copy_(torch.where(failed, then, now))
+
+        return put_back
 
     @property
     def diverged(self) -> Tensor:

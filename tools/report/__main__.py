@@ -13,7 +13,7 @@ from typing import Annotated
 import tyro
 from pydantic.dataclasses import dataclass
 
-from configs import STRICT, ConfigError, command_line, user_error
+from configs import STRICT, ConfigError, command_line, require, user_error
 from tools.report.page import page
 from tools.report.pictures import save_pictures
 from tools.report.runs import load_runs
@@ -32,6 +32,9 @@ class Options:
     """Write pictures into this folder instead of a page."""
     text: bool = False
     """Print a table by depth instead of a page."""
+
+    def __post_init__(self):
+        require(not (self.png and self.text), "--png and --text exclude each other")
 
 
 def main(argv: Sequence[str]) -> None:
