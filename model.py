@@ -85,10 +85,12 @@ class ModelConfig:
     def __post_init__(self):
         for name in ("n_layer", "n_head", "n_embd", "block_size", "n_kv_head", "head_dim", "mlp_hidden"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}; it must be at least 1")
-        if self.vocab_size < 0:
-            raise ValueError(f"vocab_size is {self.vocab_size}; it must be positive, or 0 for the data set's")
+            if value is not None and not 1 <= value < 2**31:
+                raise ValueError(f"{name} is {value}; it must be at least 1 and below 2^31")
+        if not 0 <= self.vocab_size < 2**31:
+            raise ValueError(
+                f"vocab_size is {self.vocab_size}; it must be positive and below 2^31, or 0 for the data set's"
+            )
         if self.head_dim is None and self.n_embd % self.n_head:
             raise ValueError(
                 f"n_embd {self.n_embd} does not divide into n_head {self.n_head} heads; "

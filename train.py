@@ -21,6 +21,7 @@ import torch
 import kernels
 from configs import Config, ConfigError, load_config, user_error
 from data import DataError, Dataset
+from data.terminal import steady_output
 from tools.report.runs import load_runs
 from tools.report.text import depth_table
 from tools.sample import Options as SampleOptions
@@ -31,7 +32,17 @@ from training.divergence import EXIT_CODE, Diverged, Guard, replay
 from training.folder import RunFolder
 from training.keeper import Keeper
 from training.probe import Probe
-from training.runtime import USER_ERRORS, Runtime, end, leave, lost_peer, multiplies_bfloat16, start, stop
+from training.runtime import (
+    USER_ERRORS,
+    Runtime,
+    end,
+    leave,
+    lost_peer,
+    multiplies_bfloat16,
+    out_of_memory,
+    start,
+    stop,
+)
 from training.stop import EXIT_INTERRUPTED, EXIT_STOPPED, EXIT_UNSAVED, StopRequest
 from training.tracker import Tracker
 from training.trainer import Trainer
@@ -58,7 +69,12 @@ def main(argv: Sequence[str]) -> None:
     except Diverged as e:
         print(f"\n{e}", file=sys.stderr)
         raise SystemExit(EXIT_CODE) from None
-    except RuntimeError as e:
+    except (MemoryError, RuntimeError) as e:
+        if out_of_memory(e):
+            user_error(
+                "there is not enough memory for this model and batch; a smaller --micro-batch-size takes less, and so "
+                "does --activation-checkpointing"
+            )
         if not lost_peer(e):
             raise
         print("a process leaves, because another one of this run has ended before its time", file=sys.stderr)
@@ -199,6 +215,8 @@ def describe(trainer: Trainer, dataset: Dataset, tell) -> None:
     )
     if model.dtype == "bfloat16" and multiplies_bfloat16(runtime.device):
         tell("       this processor multiplies bfloat16 faster than float32; --dtype float32 rounds less")
+    if model.placement == "post" and not optim.warmup_iters:
+        tell("warning: post-norm without a warm-up often fails to train; --warmup-iters gives it one")
     if model.norm == "batchnorm":
         tell(
             "warning: batchnorm leaks: in training, every prediction sees later tokens and other sequences through the "
@@ -247,22 +265,33 @@ def farewell(trainer: Trainer, dataset: Dataset, keeper: Keeper, tell) -> None:
             tell(f"\na sample:\n{textwrap.indent(text, '    ')}")
         except DataError as e:  # a vocabulary that takes the network
             tell(f"\nno sample: {e}")
-    tell(
-        f"\nwhere to look next:\n"
-        f"    python -m tools.sample {run_dir}          more text\n"
-        f"    python -m tools.report {run_dir}          a page of what happened inside\n"
-        f"    wandb leet {run_dir}/wandb             every curve, in the terminal\n"
-        f"    {run_dir}/metrics.jsonl                the same numbers, a JSON object per step"
-    )
+    places = {
+        f"python -m tools.sample {run_dir}": "more text",
+        f"python -m tools.report {run_dir}": "a page of what happened inside",
+        f"wandb leet {run_dir}/wandb": "every curve, in the terminal",
+        f"{run_dir}/metrics.jsonl": "the same numbers, a JSON object per step",
+    }
+    width = max(map(len, places))
+    tell("\nwhere to look next:")
+    tell("\n".join(f"    {place:{width}}    {what}" for place, what in places.items()))
+    here, active = Path(__file__).parent / ".venv", os.environ.get("VIRTUAL_ENV")
+    if not active and Path(sys.prefix) == here:
+        tell(
+            "(after `source .venv/bin/activate`, so that python and wandb are the ones that make has installed)"
+        )
 
 
 def keep_caches_in(out_dir: Path) -> None:
-    """torch's compilation caches go under out/, unless the user has chosen a place."""
+    """torch's compilation caches go under out/, unless the user has chosen a place or out/ cannot be written to."""
     for name in ("TORCHINDUCTOR", "TRITON"):
-        os.environ.setdefault(f"{name}_CACHE_DIR", str((out_dir / ".cache" / name.lower()).absolute()))
+        folder = (out_dir / ".cache" / name.lower()).absolute()
+        with contextlib.suppress(OSError):  # importing torch's compiler fails where it cannot make the folder
+            folder.mkdir(parents=True, exist_ok=True)
+            os.environ.setdefault(f"{name}_CACHE_DIR", str(folder))
 
 
 if __name__ == "__main__":
+    steady_output()
     exit_code = 0
     try:
         main(sys.argv[1:])

@@ -9,6 +9,7 @@ place, what is wrong and what is allowed.
 
 import dataclasses
 import itertools
+import json
 import math
 import os
 import re
@@ -71,7 +72,10 @@ class OptimConfig:
     def __post_init__(self):
         for name in ("max_iters", "batch_size", "micro_batch_size"):
             value = getattr(self, name)
-            require(value is None or value >= 1, f"{name} is {value}; it must be at least 1")
+            require(
+                value is None or 1 <= value < 2**31,
+                f"{name} is {value}; it must be at least 1 and below 2^31",
+            )
         for name in ("lr", "min_lr", "weight_decay", "grad_clip", "warmup_iters"):
             value = getattr(self, name)
             require(0 <= value < math.inf, f"{name} is {value}; it must be a number not below 0")
@@ -186,6 +190,8 @@ def load_config(argv: Sequence[str], prog: str = "train.py") -> Config:
     if len(paths) > 1:
         raise ConfigError(f"{len(paths)} recipe files are named ({', '.join(paths)}); one is allowed")
     base = read_recipe(Path(paths[0])) if paths else Config()
+    if "--resume" in argv and paths:
+        base = at_its_place(base, Path(paths[0]))
     flags = parse_flags([a for a in argv if a not in paths], base, prog)
     config = validate(flags, "on the command line")
     name, stem = config.run.run_name, Path(paths[0]).stem if paths else "run"
@@ -194,6 +200,14 @@ def load_config(argv: Sequence[str], prog: str = "train.py") -> Config:
             raise ConfigError("--run-name auto: a restart by torchrun could not find its run; give it a name")
         name = free_name(Path(config.run.out_dir), stem)
     return replace(config, "run", run_name=name or stem)
+
+
+def at_its_place(config: Config, file: Path) -> Config:
+    """A run's own config.toml means the run that it lies in, which may have been copied or moved."""
+    folder = file.parent if file.parent.name else file.parent.resolve()
+    if file.name != "config.toml" or not (folder / "checkpoints").is_dir():
+        return config
+    return replace(config, "run", out_dir=str(folder.parent), run_name=folder.name)
 
 
 def free_name(out_dir: Path, stem: str) -> str:
@@ -226,11 +240,13 @@ def flags_of(values: dict[str, Any]) -> list[str]:
 
 def read_recipe(path: Path) -> Config:
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         known = sorted(str(p) for p in Path("configs").glob("*.toml"))
         raise ConfigError(f"{path} does not exist{did_you_mean(str(path), known)}") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as e:
+    except RecursionError:
+        raise ConfigError(f"{path} cannot be read: its arrays are nested too deeply") from None
+    except (OSError, ValueError) as e:  # of TOML, of UTF-8, of a number with thousands of digits
         raise ConfigError(f"{path} cannot be read: {e}") from None
     for key in table.keys() & OWNER.keys():
         raise ConfigError(f"{path}: {key} stands outside a table; put it under [{OWNER[key]}]")
@@ -254,6 +270,11 @@ def validate(table: dict, place: str) -> Config:
             sections[name] = cls(**({"vocab_size": 0} if name == "model" else {}) | values)
         except ValidationError as e:
             raise ConfigError(f"{place}: " + "; ".join(explain(err, name) for err in e.errors())) from None
+        for key, value in vars(sections[name]).items():
+            if isinstance(value, str) and not value.isprintable():
+                raise ConfigError(
+                    f"{place}: {key} is {value!r}, which holds characters that cannot be printed"
+                )
     return Config(**sections)
 
 
@@ -302,8 +323,8 @@ def unchecked(cls: type, values: Any) -> type:
     return dataclasses.make_dataclass(cls.__name__, fields, namespace={"__doc__": cls.__doc__})
 
 
-HELP = """Train a small GPT and record what its normalization does inside.
-For example: python train.py configs/quickstart.toml --norm rmsnorm --placement sandwich --qk-norm head
+HELP = """Train a small GPT and record what its normalization does inside, as in
+`python train.py configs/quickstart.toml --norm rmsnorm --placement sandwich --qk-norm head`.
 Values given in RECIPE.toml are shown as defaults here."""
 
 
@@ -325,8 +346,7 @@ def toml_value(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-        return f'"{escaped}"'
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return repr(value)
 
 

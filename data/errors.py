@@ -11,5 +11,5 @@ class DataError(ValueError):
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """`" (did you mean x?)"` for the known name nearest to `name`, or an empty string."""
-    nearest = difflib.get_close_matches(name, list(known), n=1)
+    nearest = difflib.get_close_matches(name, list(known), n=1, cutoff=0.7)
     return f" (did you mean {nearest[0]}?)" if nearest else ""

@@ -26,7 +26,7 @@ def save(run_dir: Path, step: int, val_loss: float | None = None, keep: int = 2)
 
 
 def steps(run_dir: Path) -> list[int]:
-    return [c.step for c in checkpoint.listed(run_dir / "checkpoints")]
+    return [c.step for c in checkpoint.listed(run_dir)]
 
 
 def names(run_dir: Path) -> set[str]:
@@ -149,6 +149,31 @@ def test_damaged_ones_that_are_newer_push_no_whole_one_out(tmp_path):
     save(tmp_path, 2, keep=1)
     assert checkpoint.newest(tmp_path).step == 2
     assert {"damaged_step_00000008", "damaged_step_00000009", "step_00000002"} <= names(tmp_path)
+
+
+def test_a_copy_among_the_checkpoints_is_nobodys(tmp_path):
+    """Its name sorts after the newest, and its manifest says an old step."""
+    for step in (1, 2, 3):
+        save(tmp_path, step, 1.0)
+    for name in ("step_keep", "step_00000001.bak", "step_9"):
+        shutil.copytree(tmp_path / "checkpoints" / "step_00000002", tmp_path / "checkpoints" / name)
+    assert checkpoint.newest(tmp_path).step == 3
+    checkpoint.set_aside(tmp_path, 2)
+    assert "damaged_step_00000003" in names(tmp_path)
+    assert {"step_keep", "step_00000001.bak", "step_9", "step_00000002"} <= names(tmp_path)
+
+
+def test_steps_of_nine_digits_come_after_those_of_eight(tmp_path):
+    for step in (99_999_999, 100_000_000):
+        save(tmp_path, step)
+    assert checkpoint.newest(tmp_path).step == 100_000_000
+    assert steps(tmp_path) == [99_999_999, 100_000_000]
+
+
+def test_equal_states_are_equal_files(tmp_path):
+    """So that hashes of two runs can be compared. One metadata entry more is written in either order by chance."""
+    found = {(save(tmp_path / str(i), 1) / "model.safetensors").read_bytes() for i in range(20)}
+    assert len(found) == 1
 
 
 def test_what_a_kill_left_is_cleared_away(tmp_path):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from configs import Config, ConfigError, load_config, to_toml
+from configs import Config, ConfigError, load_config, to_toml, toml_value
 
 RECIPES = sorted(Path("configs").glob("*.toml"))
 
@@ -98,6 +98,29 @@ def test_a_recipe_whose_name_cannot_name_a_run_is_refused_in_one_sentence(tmp_pa
     assert load_config([str(file), "--run-name", "mine"]).run.run_name == "mine"
 
 
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--out-dir", "a\nb"), "out_dir is 'a\\nb', which holds characters that cannot be printed"),
+        (("--out-dir", "a\udcffb"), "holds characters that cannot be printed"),
+        (("--batch-size", str(10**20)), f"batch_size is {10**20}; it must be at least 1 and below 2^31"),
+        (("--n-embd", str(10**20)), f"n_embd is {10**20}; it must be at least 1 and below 2^31"),
+    ],
+)
+def test_values_that_nothing_can_hold_are_refused(flags, says):
+    assert says in refusal(["configs/quickstart.toml", *flags])
+
+
+@pytest.mark.parametrize("name", ['say "hi" \\ now', "tab\there", "\x7f\x01", "é→"])
+def test_any_string_survives_toml(name):
+    assert tomllib.loads(f"key = {toml_value(name)}") == {"key": name}
+
+
+def test_a_recipe_with_a_byte_order_mark_is_read(tmp_path):
+    (tmp_path / "bom.toml").write_bytes(b"\xef\xbb\xbf[model]\nn_layer = 3\n")
+    assert load_config([str(tmp_path / "bom.toml")]).model.n_layer == 3
+
+
 def test_auto_names_a_new_folder(tmp_path):
     argv = ["configs/quickstart.toml", "--out-dir", str(tmp_path), "--run-name", "auto"]
     assert load_config(argv).run.run_name == "quickstart"
@@ -154,6 +177,8 @@ def test_a_mistake_in_the_flags_is_one_sentence(flags, says):
         ("[optim]\nlr = 'fast'", "lr is 'fast', but input should be a valid number"),
         ("model = 3", "model is 3, but it is a table"),
         ("[model\n", "cannot be read"),
+        (f"[model]\nn_layer = {'9' * 5000}", "cannot be read: Exceeds the limit"),
+        (f"[model]\nn_layer = {'[' * 5000}", "cannot be read: its arrays are nested too deeply"),
     ],
 )
 def test_a_mistake_in_a_recipe_names_the_file(tmp_path, text, says):

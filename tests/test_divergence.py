@@ -53,7 +53,7 @@ def test_a_poisoned_weight_is_named_with_its_layer(placement, k, tmp_path):
             "layer_01.attn",
             "the stream is finite up to layer_00.mlp and not",
         ),
-        ("joins.3.next_norm.weight", 3e38, "head", "the stream is finite, but the gradient"),
+        ("joins.3.next_norm.weight", 3e38, "head", "the stream is finite; the gradient is not"),
     ],
 )
 def test_a_stream_that_overflows_is_named_where_it_does(name, value, place, where, tmp_path):

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from tiny_runs import (
     STEPS,
     assert_same_end,
@@ -24,9 +25,11 @@ from tiny_runs import (
     saved,
     start,
     train,
+    wait_for,
 )
 
 import train as script
+from data.terminal import Steady
 from training import checkpoint
 from training.stop import EXIT_STOPPED, EXIT_UNSAVED
 from training.tracker import Tracker, cut_after, read_metrics
@@ -155,10 +158,10 @@ def test_minutes_count_as_well_as_steps(argv, tmp_path, monkeypatch):
     before_step(monkeypatch, 5, lambda: now.__setitem__(0, 601.0))
     flags = ("--checkpoint-interval", "100", "--eval-interval", "100", "--keep-checkpoints", "9")
     assert train(*argv, *flags, "--checkpoint-minutes", "10") == 0
-    steps = [c.step for c in checkpoint.listed(tmp_path / "tiny" / "checkpoints")]
+    steps = [c.step for c in checkpoint.listed(tmp_path / "tiny")]
     assert steps == [0, 5, STEPS]
     assert train(*argv, *flags, "--checkpoint-minutes", "11", "--overwrite") == 0
-    assert [c.step for c in checkpoint.listed(tmp_path / "tiny" / "checkpoints")] == [0, STEPS]
+    assert [c.step for c in checkpoint.listed(tmp_path / "tiny")] == [0, STEPS]
 
 
 # Disks
@@ -308,11 +311,97 @@ def test_a_parent_that_is_a_file_is_told_before_training(argv, tmp_path, capsys)
     assert "Not a directory" in capsys.readouterr().err
 
 
+def test_a_parent_that_is_a_file_is_one_sentence_also_from_a_fresh_process(argv, tmp_path):
+    """torch's compiler, which AdamW imports, makes its cache's folder under OUT and must not be let down there."""
+    (tmp_path / "file").write_text("")
+    caches = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+    code, _, error = finish(start(*argv, "--out-dir", tmp_path / "file", unset=caches))
+    assert (code, error) == (2, f"error: {tmp_path / 'file' / 'tiny'} cannot be written: Not a directory\n")
+
+
 def test_a_folder_deleted_during_training_is_survived(argv, tmp_path, monkeypatch, capsys):
-    before_step(monkeypatch, 6, lambda: checkpoint.shutil.rmtree(tmp_path / "tiny"))
-    assert train(*argv) == 0
-    assert "metrics.jsonl cannot be written (No such file or directory)" in capsys.readouterr().err
+    assert train(*argv, "--run-name", "whole") == 0
+
+    def lose():
+        (tmp_path / "tiny").rename(tmp_path / "elsewhere")
+
+    with monkeypatch.context() as patch:
+        before_step(patch, 6, lose)
+        before_step(patch, 10, lambda: signal.raise_signal(signal.SIGTERM))
+        assert train(*argv) == EXIT_STOPPED
+    said = capsys.readouterr()
+    assert "metrics.jsonl cannot be written (No such file or directory)" in said.err
+    assert "at step 10, which is saved; go on with --resume" in said.out
+    assert train(*argv) == 2  # the new folder holds a run, which none but a flag gives up
+    assert (tmp_path / "tiny" / "config.toml").read_bytes() == (
+        tmp_path / "elsewhere" / "config.toml"
+    ).read_bytes()
+    assert train(*argv, "--resume") == 0
+    (weights, _), (theirs, _) = saved(tmp_path / "tiny"), saved(tmp_path / "whole")
+    assert all(torch.equal(weights[name], theirs[name]) for name in theirs)
+    assert [row["iter"] for row in rows(tmp_path / "tiny")] == [6, 8, 9, 10, 12]
+
+
+def test_a_path_too_long_is_one_sentence(argv, tmp_path, capsys):
+    assert train(*argv, "--run-name", "a" * 300) == 2
+    assert capsys.readouterr().err.endswith("cannot be written: File name too long\n")
+
+
+def test_more_memory_than_there_is_is_one_sentence(argv, capsys):
+    assert train(*argv, "--n-embd", "1000000000", "--n-head", "1") == 2
+    assert capsys.readouterr().err.startswith("error: there is not enough memory for this model and batch; ")
+
+
+# Output
+
+
+def test_a_reader_of_the_output_that_goes_away_costs_nothing(argv, tmp_path):
+    """As in `train.py ... 2>&1 | head -1`, and `| tee log` that Ctrl-C has ended first."""
+    process = start(*argv, "--run-name", "unread")
+    process.stdout.readline()
+    process.stdout.close()
+    process.stderr.close()
+    assert process.wait(timeout=600) == 0
+    assert train(*argv, "--run-name", "whole") == 0
+    assert_same_end(tmp_path / "unread", tmp_path / "whole")
+
+
+def test_an_interrupt_that_nobody_reads_about_saves(argv, tmp_path):
+    """Ctrl-C reaches every process of `train.py ... 2>&1 | tee log`, and tee is gone first."""
+    process = start(*argv, "--max-iters", "100000")
+    for line in process.stdout:
+        if line.startswith("step 0"):
+            break
+    process.stdout.close()
+    process.stderr.close()
+    wait_for(lambda: (tmp_path / "tiny" / "metrics.jsonl").exists())
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=600) == EXIT_STOPPED
+    assert saved(tmp_path / "tiny")[1].progress.step >= rows(tmp_path / "tiny")[-1]["iter"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="wants /dev/full")
+def test_output_on_a_full_disk_costs_nothing(argv, tmp_path):
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "train.py", *map(str, argv)]
+        assert subprocess.run(command, stdout=full, stderr=full, timeout=600).returncode == 0
     assert saved(tmp_path / "tiny")[1].progress.step == STEPS
+
+
+def test_what_a_full_disk_did_not_take_is_printed_when_there_is_room(tmp_path):
+    with open(tmp_path / "log", "w") as file:
+        stream = Steady(file)
+        with files_up_to(3):
+            print("first", file=stream, flush=True)
+        print("second", file=stream, flush=True)
+    assert (tmp_path / "log").read_text() == "first\nsecond\n"
+
+
+def test_a_terminal_that_knows_ascii_only_is_given_question_marks():
+    command = "from data.terminal import steady_output; steady_output(); print('a \u2192 b')"
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stdout) == (0, "a ? b\n")
 
 
 # Metrics
@@ -339,6 +428,16 @@ def test_a_line_that_a_power_cut_left_half_written_is_cut_off(tmp_path):
         file.write_bytes(whole + tail)
         cut_after(file, 3)
         assert file.read_bytes() == whole
+
+
+def test_a_damaged_line_costs_no_rows_after_it(tmp_path, capsys):
+    file = tmp_path / "metrics.jsonl"
+    before = b'{"iter": 1}\ngarbage\n{"iter": 3}\n{"iter": 4}\n'
+    file.write_bytes(before)
+    cut_after(file, 3)
+    assert file.read_bytes() == b'{"iter": 1}\n{"iter": 3}\n'
+    assert (tmp_path / "metrics.damaged.jsonl").read_bytes() == before
+    assert "had damaged lines" in capsys.readouterr().err
 
 
 def test_metrics_after_a_resume_hold_each_step_once(argv, tmp_path, monkeypatch):

@@ -41,6 +41,11 @@ def test_wsd_is_flat_and_then_linear_over_the_last_fifth():
     assert got[79:] == pytest.approx([1 - 0.9 * i / 20 for i in range(21)])
 
 
+@pytest.mark.parametrize("steps", [2, 3, 4])
+def test_wsd_of_a_few_steps_falls_on_the_last_only(steps):
+    assert rates(schedule="wsd", max_iters=steps, warmup_iters=0) == [*[1.0] * (steps - 1), 0.1]
+
+
 def test_constant_stays():
     assert rates(schedule="constant")[10:] == [1.0] * 90
 

@@ -1,7 +1,9 @@
 """Going on with a run is the run that never stopped; and what may not be gone on with."""
 
+import errno
 import shutil
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -226,7 +228,56 @@ def test_a_finished_run_that_is_resumed_changes_nothing(tmp_path):
 def test_only_a_step_that_was_evaluated_competes_for_the_best(tmp_path):
     """A checkpoint between two evaluations carries no loss, which would be an older step's."""
     assert train(recipe(tmp_path), "--keep-checkpoints", "9") == 0
-    found = checkpoint.listed(tmp_path / "tiny" / "checkpoints")
+    found = checkpoint.listed(tmp_path / "tiny")
     losses = {row["iter"]: row["val/loss"] for row in rows(tmp_path / "tiny") if "val/loss" in row}
     assert {0, 4, 8, 12} <= {c.step for c in found}
     assert all(c.val_loss == (losses.get(c.step) if c.step else None) for c in found)
+
+
+def test_a_copy_of_a_run_is_gone_on_with_where_it_is(tmp_path, capsys):
+    """Its config.toml names the folder of the original."""
+    assert train(recipe(tmp_path)) == 0
+    shutil.copytree(tmp_path / "tiny", tmp_path / "copies" / "second", symlinks=True)
+    assert train(tmp_path / "copies" / "second" / "config.toml", "--resume", "--max-iters", "14") == 0
+    assert checkpoint.newest(tmp_path / "copies" / "second").step == 14
+    assert checkpoint.newest(tmp_path / "tiny").step == STEPS
+    assert f"resuming {tmp_path / 'copies' / 'second'} at step {STEPS}" in capsys.readouterr().out
+
+
+def test_checkpoints_without_a_configuration_are_a_run(tmp_path, capsys):
+    argv = (recipe(tmp_path),)
+    assert train(*argv) == 0
+    (tmp_path / "tiny" / "config.toml").unlink()
+    assert train(*argv) == 2
+    assert "already holds a run; pass --resume, --overwrite" in capsys.readouterr().err
+    assert train(*argv, "--resume", "--max-iters", "14") == 0
+    assert checkpoint.newest(tmp_path / "tiny").step == 14
+
+
+def test_a_strangers_folder_is_not_overwritten(tmp_path, capsys):
+    (tmp_path / "tiny").mkdir(parents=True)
+    (tmp_path / "tiny" / "config.toml").write_text("title = 'a site'", encoding="utf-8")
+    (tmp_path / "tiny" / "page.md").write_text("text", encoding="utf-8")
+    assert train(recipe(tmp_path), "--overwrite") == 2
+    assert "holds files that are not a run's" in capsys.readouterr().err
+    assert (tmp_path / "tiny" / "page.md").read_text(encoding="utf-8") == "text"
+
+
+def test_an_overwrite_that_fails_leaves_the_run_as_it_was(tmp_path, capsys, monkeypatch):
+    argv = (recipe(tmp_path),)
+    assert train(*argv) == 0
+    before = {p: p.read_bytes() for p in (tmp_path / "tiny").rglob("*") if p.is_file()}
+    rename = Path.rename
+
+    def refuse(self, target):
+        if self.name == "checkpoints":
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return rename(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", refuse)
+        assert train(*argv, "--overwrite") == 2
+    assert "cannot be written: Permission denied" in capsys.readouterr().err
+    assert {p: p.read_bytes() for p in (tmp_path / "tiny").rglob("*") if p.is_file()} == before
+    assert train(*argv, "--overwrite", "--max-iters", "14") == 0
+    assert [p.name for p in (tmp_path / "tiny").iterdir() if p.name.startswith(".o")] == []

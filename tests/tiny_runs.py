@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -65,9 +66,14 @@ def train(*argv) -> int:
 
 
 def start(
-    *argv, processes: int = 1, torchrun: tuple[str, ...] = (), program: str = "train.py", **environment: str
+    *argv,
+    processes: int = 1,
+    torchrun: tuple[str, ...] = (),
+    program: str = "train.py",
+    unset: Iterable[str] = (),
+    **environment: str,
 ) -> subprocess.Popen:
-    """train.py in a process of its own, or in several under torchrun."""
+    """train.py in a process of its own, or in several under torchrun; without the variables `unset`."""
     several = (
         "-m",
         "torch.distributed.run",
@@ -76,6 +82,7 @@ def start(
     )
     command = [sys.executable, *(several if processes > 1 or torchrun else ()), program, *map(str, argv)]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | environment
+    env = {name: value for name, value in env.items() if name not in unset}
     pipe = subprocess.PIPE
     return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=env)
 

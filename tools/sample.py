@@ -15,6 +15,7 @@ from torch import Tensor
 
 from configs import STRICT, ConfigError, command_line, require, user_error
 from data import DataError, load_tokenizer
+from data.terminal import steady_output
 from model import GPT
 from training.checkpoint import CheckpointError, find, load_model, read_about
 from training.runtime import choose_device
@@ -50,6 +51,9 @@ class Options:
             require(getattr(self, name) >= 1, f"--{name} is {getattr(self, name)}; it must be at least 1")
         require(self.temperature >= 0, f"--temperature is {self.temperature}; it must not be below 0")
         require(self.top_k >= 0, f"--top-k is {self.top_k}; it must not be below 0")
+        require(0 <= self.seed < 2**63, f"--seed is {self.seed}; it must be from 0 to 2^63 - 1")
+        lone = any("\ud800" <= character <= "\udfff" for character in self.prompt)
+        require(not lone, "--prompt holds bytes that are no UTF-8")
 
 
 @torch.no_grad()
@@ -73,31 +77,41 @@ def generate(
             drawn = logits.argmax(-1, keepdim=True)
         else:
             k = min(top_k or logits.size(-1), logits.size(-1))
-            values, ids = (logits / temperature).topk(k)
-            choice = torch.multinomial(values.softmax(-1), 1, generator=generator)
+            values, ids = logits.topk(
+                k
+            )  # the largest first, so that no temperature is too small to divide by
+            scaled = (values - values[:, :1]) / temperature
+            choice = torch.multinomial(scaled.softmax(-1), 1, generator=generator)
             drawn = ids.gather(-1, choice)
         tokens = torch.cat((tokens, drawn.to(tokens.device)), dim=1)
     return tokens
 
 
-def first_tokens(tokenizer, prompt: str) -> list[int]:
-    """The prompt's ids; for an empty one the separator that begins a document, or a line break, or id 0."""
+def first_tokens(tokenizer, prompt: str, known: int) -> list[int]:
+    """The prompt's ids; for an empty one the separator that begins a document, or a line break, or id 0.
+
+    known: how many ids the model knows. Raises DataError for a prompt that needs others.
+    """
     if prompt:
-        return tokenizer.encode(prompt)
-    if tokenizer.separator is not None:
+        ids = tokenizer.encode(prompt)
+        if max(ids) >= known:
+            raise DataError(f"the prompt has token {max(ids)}, and the model knows ids below {known} only")
+        return ids
+    if tokenizer.separator is not None and tokenizer.separator < known:
         return [tokenizer.separator]
     try:
-        return tokenizer.encode("\n")
+        return [i for i in tokenizer.encode("\n") if i < known] or [0]
     except DataError:
         return [0]
 
 
 def continuations(model: GPT, tokenizer, options: Options) -> list[str]:
     """The texts that `options` ask of a model in evaluation mode."""
-    begin = first_tokens(tokenizer, options.prompt)
+    known = min(tokenizer.vocab_size, model.config.vocab_size)
+    begin = first_tokens(tokenizer, options.prompt, known)
     rows = torch.tensor([begin] * options.samples, device=next(model.parameters()).device)
     how = {"temperature": options.temperature, "top_k": options.top_k, "seed": options.seed}
-    rows = generate(model, rows, options.tokens, vocab_size=tokenizer.vocab_size, **how)
+    rows = generate(model, rows, options.tokens, vocab_size=known, **how)
     skip = 0 if options.prompt else len(begin)
     return [tokenizer.decode(row[skip:].tolist()) for row in rows]
 
@@ -114,4 +128,5 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
+    steady_output()
     main(sys.argv[1:])

@@ -15,6 +15,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -107,7 +108,7 @@ def save(
     final = run_dir / "checkpoints" / f"step_{state.progress.step:08d}"
     with writing(final) as folder:
         write(folder, weights, about, state, val_loss)
-    tidy(final.parent, keep)
+    tidy(run_dir, keep)
     return final
 
 
@@ -143,9 +144,8 @@ def write(path: Path, weights: dict, about: dict, state: TrainerState, val_loss:
 def save_model(path: Path, weights: dict, about: dict) -> None:
     """`path/model.safetensors`: contiguous weights, and `about` in the header."""
     contiguous = {name: t.detach().contiguous() for name, t in weights.items()}
-    save_file(
-        contiguous, path / "model.safetensors", metadata={"format": "pt", "nanonorm": json.dumps(about)}
-    )
+    # One entry: the library writes several in an order that changes, and equal models would differ in their bytes.
+    save_file(contiguous, path / "model.safetensors", metadata={"nanonorm": json.dumps(about)})
 
 
 def model_weights(model: GPT) -> dict[str, Tensor]:
@@ -182,13 +182,25 @@ def remove(path: Path) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
 
 
-def listed(folder: Path) -> list[Checkpoint]:
+def step_of(path: Path) -> int | None:
+    """The step that a checkpoint's name says; None for what is no name of ours, such as a copy's."""
+    found = re.fullmatch(r"step_(\d{8,})", path.name)
+    return int(found[1]) if found else None
+
+
+def folders(run_dir: Path) -> list[Path]:
+    """The checkpoints of a run, whole or not, oldest first."""
+    found = [path for path in (run_dir / "checkpoints").glob("step_*") if step_of(path) is not None]
+    return sorted(found, key=step_of)
+
+
+def listed(run_dir: Path) -> list[Checkpoint]:
     """The checkpoints whose manifests are whole, oldest first."""
     found = []
-    for path in folder.glob("step_*"):
+    for path in folders(run_dir):
         with contextlib.suppress(CheckpointError):
             found.append(read_manifest(path))
-    return sorted(found, key=lambda c: c.step)
+    return found
 
 
 def by_loss(found: list[Checkpoint]) -> list[Checkpoint]:
@@ -197,9 +209,9 @@ def by_loss(found: list[Checkpoint]) -> list[Checkpoint]:
     return sorted(evaluated, key=lambda c: (c.val_loss, -c.step))
 
 
-def tidy(folder: Path, keep: int) -> None:
+def tidy(run_dir: Path, keep: int) -> None:
     """Deletes what is neither the best nor among the newest `keep`, and points the two links."""
-    found = listed(folder)
+    folder, found = run_dir / "checkpoints", listed(run_dir)
     best = by_loss(found)[:1]
     for old in found[:-keep]:
         if old not in best:
@@ -225,8 +237,8 @@ def set_aside(run_dir: Path, step: int) -> None:
 
     Under their names they would count among the newest that are kept, and push out whole ones.
     """
-    for path in (run_dir / "checkpoints").glob("step_*"):
-        if path.name > f"step_{step:08d}":
+    for path in folders(run_dir):
+        if step_of(path) > step:
             aside = path.with_name(f"damaged_{path.name}")
             shutil.rmtree(aside, ignore_errors=True)
             path.rename(aside)
@@ -270,12 +282,12 @@ def check(path: Path) -> Checkpoint:
 
 def newest(run_dir: Path, tell: Callable[[str], None] = warn) -> Checkpoint:
     """The newest whole checkpoint of a run; every damaged one that was passed over is told."""
-    return select(run_dir, sorted((run_dir / "checkpoints").glob("step_*"), reverse=True), tell)
+    return select(run_dir, folders(run_dir)[::-1], tell)
 
 
 def best(run_dir: Path, tell: Callable[[str], None] = warn) -> Checkpoint:
     """The whole checkpoint with the lowest validation loss."""
-    return select(run_dir, [c.path for c in by_loss(listed(run_dir / "checkpoints"))], tell)
+    return select(run_dir, [c.path for c in by_loss(listed(run_dir))], tell)
 
 
 def select(run_dir: Path, paths: list[Path], tell: Callable[[str], None]) -> Checkpoint:
@@ -355,7 +367,7 @@ def find(directory: str | Path, which: str = "latest") -> Path:
     """The folder with model.safetensors that a run, a checkpoint or a converted model stands for."""
     directory = Path(directory)
     if not directory.is_dir():
-        raise CheckpointError(f"{directory} does not exist")
+        raise CheckpointError(f"{directory} {'is no folder' if directory.exists() else 'does not exist'}")
     if (directory / "checkpoints").is_dir():
         return {"latest": newest, "best": best}[which](directory).path
     if (directory / "manifest.json").exists():

@@ -79,7 +79,7 @@ class Clock:
         parts = [f"step {step}/{self.last}"]
         parts += [f"loss {row['train/loss']:.4f}"] if "train/loss" in row else []
         parts += [f"val loss {row['val/loss']:.4f}"] if "val/loss" in row else []
-        if self.rate:
+        if self.rate and step > 1:  # the first step is slow
             left = (self.last - step) * self.tokens_per_step / self.rate
             parts += [f"{self.rate:,.0f} tokens/s", f"{duration(left)} left"]
         tell("  ".join(parts))

@@ -121,8 +121,8 @@ class Guard:
         return f"  saved    state, batch and this report; python train.py --replay {folder} repeats the step"
 
     def way_on(self) -> str:
-        if not any(found.step for found in checkpoint.listed(self.run_dir / "checkpoints")):
-            return "  then     there is no checkpoint yet; start again with one of these changes"
+        if not any(found.step for found in checkpoint.listed(self.run_dir)):
+            return "  then     nothing was saved after step 0; start anew with --overwrite and one of these changes"
         return (
             f"  then     the checkpoints are untouched; --resume would meet the same step again, so start a new "
             f"run with --init-from {self.run_dir} and one of these changes"
@@ -136,7 +136,7 @@ def diagnose(trainer: Trainer, index: int, healthy: dict[str, float]) -> Diagnos
     """
     put_back = trainer.keep_statistics()
     loss, squares, residual_rms = trainer.gradient(index, watch=True)
-    put_back(trainer.diverged)
+    put_back()
     row = trainer.row(
         {
             "diverged": trainer.diverged,
@@ -195,8 +195,8 @@ def broken_gradient(trainer: Trainer, squares: Tensor) -> tuple[str, str] | None
         return None
     depth, name = bad[-1]
     above = places(trainer)[depth + 1 :][:1]
-    down_to = f"is finite down to {above[0]} and not" if above else "is not finite"
-    return places(trainer)[depth], f"the stream is finite, but the gradient {down_to} at {name}"
+    down_to = f"finite down to {above[0]} and not" if above else "not finite"
+    return places(trainer)[depth], f"the stream is finite; the gradient is {down_to} at {name}"
 
 
 def largest_growth(row: dict[str, float], healthy: dict[str, float]) -> tuple[str, str]:

@@ -7,6 +7,7 @@ import fcntl
 import os
 import shutil
 import socket
+import tomllib
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,12 @@ MAY_CHANGE = {  # on resume; everything else decides what the run computes
     "optim": {"max_iters", "micro_batch_size"},
     "run": {f.name for f in dataclasses.fields(RunConfig)} - {"seed"},
 }
-UNFINISHED = {"checkpoints", ".config.toml", ".launch"}  # what a start leaves that is killed too early
+UNFINISHED = {
+    "checkpoints",
+    ".config.toml",
+    ".launch",
+    ".overwritten",
+}  # what a start leaves that is killed too early
 
 
 class RunFolder:
@@ -30,10 +36,15 @@ class RunFolder:
     def __init__(self, config: Config):
         self.path = Path(config.run.out_dir) / config.run.run_name
         self.lock: int | None = None
+        self.described = False
 
     def choose(self, start: StartConfig) -> bool:
         """Whether to resume. Raises ConfigError if the folder holds something that no flag says what to do with."""
-        path, is_run = self.path, (self.path / "config.toml").exists()
+        with writing(self.path):
+            return self.chosen(start)
+
+    def chosen(self, start: StartConfig) -> bool:
+        path, is_run = self.path, self.is_run()
         if path.exists() and not path.is_dir():
             raise ConfigError(
                 f"{path} is a file, and the run needs a folder of that name; pass another --run-name"
@@ -49,6 +60,15 @@ class RunFolder:
         elif path.exists() and any(p.name not in UNFINISHED for p in path.iterdir()):
             raise ConfigError(f"{path} holds files that are not a run's; pass another --run-name")
         return is_run and (start.resume or self.restarted())
+
+    def is_run(self) -> bool:
+        """Whether the folder holds a run of ours, if only its checkpoints: a config.toml has many programs."""
+        if any(checkpoint.step_of(path) for path in checkpoint.folders(self.path)):
+            return True
+        try:
+            return {"model", "run"} <= tomllib.loads((self.path / "config.toml").read_text("utf-8")).keys()
+        except (OSError, ValueError):
+            return False
 
     def restarted(self) -> bool:
         """Whether `torchrun --max-restarts` has started this very run before, which then goes on by itself."""
@@ -87,12 +107,36 @@ class RunFolder:
             (self.path / ".launch").write_text(launch(), encoding="utf-8")
 
     def empty(self) -> None:
-        (self.path / "config.toml").unlink(missing_ok=True)  # first: half a run is none
-        for entry in self.path.iterdir():
-            shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+        """Deletes what the folder holds: all or, where something cannot be moved, nothing."""
+        aside = self.path / ".overwritten"
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(exist_ok=True)
+        moved: list[Path] = []
+        try:
+            entries = [p for p in self.path.iterdir() if p != aside]
+            for entry in sorted(
+                entries, key=lambda p: p.name not in ("config.toml", ".launch")
+            ):  # half a run is none
+                entry.rename(aside / entry.name)
+                moved.append(entry)
+        except OSError:
+            for entry in moved:
+                (aside / entry.name).rename(entry)
+            aside.rmdir()
+            raise
+        shutil.rmtree(aside, ignore_errors=True)
+
+    def renew(self, config: Config) -> None:
+        """After a checkpoint: if somebody has moved or deleted the folder, the new one is a run, too."""
+        if self.described and not (self.path / "config.toml").exists():
+            self.release()
+            self.take()
+            (self.path / ".launch").write_text(launch(), encoding="utf-8")
+            self.describe(config)
 
     def describe(self, config: Config) -> None:
         """Writes config.toml."""
+        self.described = True
         with writing(self.path):
             temporary = self.path / ".config.toml"
             temporary.write_text(to_toml(config), encoding="utf-8")

@@ -108,6 +108,7 @@ class Keeper:
         try:
             self.folder.sync_metrics()
             checkpoint.save(self.folder.path, weights, about, state, val_loss, config.run.keep_checkpoints)
+            self.folder.renew(config)
             self.intact = True
         except OSError as e:
             self.intact, self.problem = False, e.strerror or str(e)

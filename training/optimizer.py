@@ -80,6 +80,8 @@ class Skipping:
 def learning_rate(step: int, config: OptimConfig) -> float:
     """The rate of optimizer step `step`, counted from 0; the first is lr / warmup_iters, the last min_lr.
 
+    A run that ends as its warm-up does ends at lr.
+
     cosine: SGDR without restarts (Loshchilov & Hutter 2017). wsd: warm-up, stable, decay (Hu et al. 2024), the
     decay linear over the last fifth of the run. constant: lr to the end.
     """
@@ -91,6 +93,6 @@ def learning_rate(step: int, config: OptimConfig) -> float:
     begin = config.warmup_iters
     if config.schedule == "wsd":
         begin = max(begin, last - config.max_iters // 5)
-    progress = min(max(step - begin, 0) / (last - begin), 1.0) if last > begin else 1.0
+    progress = 1.0 if step >= last else max(step - begin, 0) / max(last - begin, 1)
     shape = {"cosine": 0.5 * (1 + math.cos(math.pi * progress)), "wsd": 1 - progress}[config.schedule]
     return config.min_lr + shape * (config.lr - config.min_lr)

@@ -1,6 +1,7 @@
 """Where a run executes: processes first, then the device, then the dtype that suits it."""
 
 import ctypes
+import math
 import mmap
 import os
 import shutil
@@ -114,7 +115,12 @@ def leave(exit_code: int = 2) -> NoReturn:
     raise SystemExit(exit_code)
 
 
-def lost_peer(error: RuntimeError) -> bool:
+def out_of_memory(error: Exception) -> bool:
+    """Whether more memory was asked for than the machine or its GPU has left."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def lost_peer(error: Exception) -> bool:
     """Whether a collective failed because another process is gone, which then has the reason."""
     return isinstance(error, dist.DistBackendError) or any(sign in str(error) for sign in LOST_PEER)
 
@@ -122,10 +128,9 @@ def lost_peer(error: RuntimeError) -> bool:
 def start(config: Config) -> tuple[Config, Runtime]:
     """Joins the processes of torchrun, if any, and settles device, dtype and kernel. Raises ConfigError."""
     kind = choose_device(config.run.device)
-    world = int(os.environ.get("WORLD_SIZE", 1))
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    world, local_rank = number_of("WORLD_SIZE", 1, least=1), number_of("LOCAL_RANK", 0)
     if kind == "cuda":
-        here, devices = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1)), torch.cuda.device_count()
+        here, devices = number_of("LOCAL_WORLD_SIZE", local_rank + 1), torch.cuda.device_count()
         if here > devices:
             raise ConfigError(
                 f"{here} processes share {devices} CUDA device(s); start at most {devices} here"
@@ -147,16 +152,36 @@ def start(config: Config) -> tuple[Config, Runtime]:
     config = replace(config, "model", dtype=choose_dtype(config.model.dtype, device, config.model.n_embd))
     problem = kernels.triton_problem(kind, config.model.n_embd)
     if problem and config.model.kernel == "triton":
-        raise ConfigError(f"--kernel triton: {problem}")
+        raise ConfigError(f"--kernel triton: {problem[0].lower()}{problem[1:]}")
     if config.run.compile and kind == "cpu" and not any(map(shutil.which, ("g++", "clang++", "c++", "cl"))):
         raise ConfigError(
             "--compile needs a C++ compiler on the CPU, and none was found; install g++ or leave it out"
         )
     if world > 1:
+        check_environment(world)
         join("nccl" if kind == "cuda" else "gloo")
         control = dist.new_group(backend="gloo") if kind == "cuda" else dist.group.WORLD
         return config, Runtime(device, dist.get_rank(), world, control)
     return config, Runtime(device)
+
+
+def number_of(variable: str, default: int, least: int = 0) -> int:
+    """One of the variables by which torchrun, or a job script in its place, tells a process its place."""
+    text = os.environ.get(variable, str(default))
+    if not text.isdecimal() or int(text) < least:
+        raise ConfigError(f"the environment's {variable} is {text!r}, and not a number from {least} up")
+    return int(text)
+
+
+def check_environment(world: int) -> None:
+    """Raises ConfigError where it does not say how to meet the other processes."""
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if missing:
+        raise ConfigError(
+            f"the environment's WORLD_SIZE is {world}, but it lacks {', '.join(missing)}; torchrun sets them"
+        )
+    if number_of("RANK", 0) >= world:
+        raise ConfigError(f"the environment's RANK is {os.environ['RANK']}, with a WORLD_SIZE of {world}")
 
 
 def keep_freed_memory() -> None:
@@ -247,8 +272,10 @@ def check_division(config: Config, world: int) -> None:
     near = sorted({max(batch // step, 1) * step, (batch // step + 1) * step})
     advice = f"batch_size {' or '.join(map(str, near))} would"
     if micro and batch % world == 0:
-        fits = [m for m in range(1, micro) if batch // world % m == 0]
-        advice += f", or micro_batch_size {max(fits)}"
+        own = batch // world
+        small = [i for i in range(1, math.isqrt(own) + 1) if own % i == 0]
+        divisors = {*small, *(own // i for i in small)}
+        advice += f", or micro_batch_size {max(d for d in divisors if d < micro)}"
     raise ConfigError(f"batch_size {batch} does not divide among {share}; {advice}")
 
 

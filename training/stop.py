@@ -10,6 +10,7 @@ Exit codes of train.py:
     130  interrupted before training began, or by a second SIGINT, with nothing saved
 """
 
+import contextlib
 import os
 import signal
 from types import FrameType
@@ -39,4 +40,5 @@ class StopRequest:
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # which needs no Python to run, unlike a handler
             if os.environ.get("RANK", "0") == "0":
-                os.write(2, b"\nsaving at the end of this step; once more to exit without\n")
+                with contextlib.suppress(OSError):  # nobody reads it
+                    os.write(2, b"\nsaving at the end of this step; once more to exit without\n")

@@ -30,21 +30,29 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def cut_after(path: Path, step: int) -> None:
     """Keeps the rows up to optimizer step `step`, so that a resumed run holds each step once.
 
-    What follows a damaged line, such as one that a power cut left half written, goes with it.
+    Damaged lines, such as one that a power cut left half written, go too; where rows follow them that are kept, the
+    file as it was stays beside.
     """
     if not path.exists():
         return
-    keep = 0
-    with path.open("rb") as lines:
-        for line in lines:
-            try:
-                late = json.loads(line)["iter"] > step
-            except (ValueError, KeyError, TypeError):
-                break
-            if late or not line.endswith(b"\n"):
-                break
-            keep += len(line)
-    os.truncate(path, keep)
+    lines = path.read_bytes().splitlines(keepends=True)
+    kept = [line for line in lines if step_of(line) <= step]
+    if kept == lines[: len(kept)]:
+        os.truncate(path, sum(map(len, kept)))
+        return
+    new, old = path.with_suffix(".new"), path.with_suffix(".damaged.jsonl")
+    new.write_bytes(b"".join(kept))
+    path.replace(old)
+    new.replace(path)
+    print(f"{path} had damaged lines, which are left out now; {old} is the file as it was", file=sys.stderr)
+
+
+def step_of(line: bytes) -> float:
+    """The optimizer step of a row of metrics.jsonl; infinity for a damaged one."""
+    try:
+        return float(json.loads(line)["iter"]) if line.endswith(b"\n") else math.inf
+    except (ValueError, KeyError, TypeError):
+        return math.inf
 
 
 class Tracker:

@@ -1,7 +1,7 @@
 """One training run's moving parts: the model, its optimizer, and what one step does with a batch.
 
 The randomness of step i (its windows and its dropout) is a function of the seed and i, so there is no random
-state to save: a run that resumes at step i is the run that never stopped.
+state to save: a run that resumes at step i is the run that never stopped, where the device repeats its arithmetic.
 """
 
 import math
@@ -124,20 +124,20 @@ class Trainer:
         loss, squares, residual_rms = self.gradient(index, watch)
         norm = squares.sum().sqrt()
         self.update(index, loss, norm)
-        put_back(self.diverged)
+        put_back()
         values = {"diverged": self.diverged, "loss": loss, "grad_norm": norm}
         if watch:
             values |= {"parts": self.norms.by_part(squares), "residual_rms": residual_rms}
         return values
 
-    def keep_statistics(self) -> Callable[[Tensor], None]:
-        """A function that puts running statistics, which forward moves, back to what they are now if `failed`."""
+    def keep_statistics(self) -> Callable[[], None]:
+        """A function that puts running statistics, which forward moves, back to what they are now if a step failed."""
         before = [b.clone() for b in self.statistics]
 
         @torch.no_grad()
-        def put_back(failed: Tensor) -> None:
+        def put_back() -> None:
             for now, then in zip(self.statistics, before, strict=True):
-                now.copy_(torch.where(failed, then, now))
+                now.copy_(torch.where(self.diverged, then, now))
 
         return put_back
 
