@@ -352,3 +352,34 @@ def test_find_files(tmp_path):
     (tmp_path / "bare").mkdir()
     with pytest.raises(DataError, match=r"bare holds no .txt, .md, .jsonl, .parquet file"):
         names("bare")
+
+
+def test_only_files_of_a_folder_count(tmp_path):
+    (tmp_path / "dir.md").mkdir()
+    for name in ("dir.md/a.txt", "b.txt"):
+        (tmp_path / name).touch()
+    (tmp_path / "gone.txt").symlink_to("nowhere")
+    os.mkfifo(tmp_path / "pipe.txt")
+    assert find_files([str(tmp_path)]) == (tmp_path / "b.txt", tmp_path / "dir.md" / "a.txt")
+    for name in ("gone.txt", "pipe.txt"):
+        with pytest.raises(DataError, match=f"{name} is neither a file nor a folder"):
+            find_files([str(tmp_path / name)])
+
+
+@pytest.mark.parametrize(
+    ("owner", "function", "pattern"),
+    [(os, "scandir", "closed"), (os, "scandir", "."), (Path, "exists", "closed/t.txt")],
+)
+def test_a_folder_that_may_not_be_entered_is_named(tmp_path, monkeypatch, owner, function, pattern):
+    (tmp_path / "closed").mkdir()
+    (tmp_path / "open.txt").touch()
+    original = getattr(owner, function)
+
+    def denied(path):  # as modes do, but for root
+        if "closed" in str(path):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return original(path)
+
+    monkeypatch.setattr(owner, function, denied)
+    with pytest.raises(DataError, match=r"/closed\S* cannot be read: Permission denied"):
+        find_files([str(tmp_path / pattern)])
