@@ -29,6 +29,8 @@ def corpus(tmp_path) -> Path:
     (folder / "empty.txt").write_text("", encoding="utf-8")
     (folder / "latin.txt").write_bytes("caf\xe9".encode("latin-1"))
     (folder / "rows.jsonl").write_text('{"body": "text"}\n', encoding="utf-8")
+    (folder / "deep.jsonl").write_text("[" * 100_000, encoding="utf-8")
+    os.mkfifo(folder / "pipe.txt")
     return folder
 
 
@@ -65,7 +67,14 @@ def test_hugging_face_stops_at_max_tokens(tmp_path):
         ("text --name d --files FOLDER/good.txt --tokenizer cl100k_base", "use the byte tokenizer"),
         ("text --name a/b --files FOLDER/good.txt", "'a/b' cannot name a data set"),
         ("text --name d --files FOLDER/good.txt --val-fraction 1", "--val-fraction must lie between 0 and 1"),
-        ("text --name d --files FOLDER/good.txt --workers -1", "--workers must not be negative"),
+        ("text --name d --files FOLDER/good.txt --workers -1", "--workers must lie between 0 and 1024"),
+        (
+            f"text --name d --files FOLDER/good.txt --workers {10**20}",
+            "--workers must lie between 0 and 1024",
+        ),
+        ("text --name d --files FOLDER/deep.jsonl", "deep.jsonl, line 1: the JSON is nested too deeply"),
+        ("text --name d --files FOLDER/pipe.txt", "pipe.txt is neither a file nor a folder"),
+        (f"text --name d --files {'a' * 5000}", "a" * 5000),
         ("hf --name d --path FOLDER --max-tokens 0", "--max-tokens must be at least 2"),
     ],
 )
