@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -20,6 +21,7 @@ from data.publish import is_done, new_folder, publish
 from data.sources import Piece, Source, StandardLibrary
 from data.tokenizer import CharTokenizer, Tokenizer, check_tokenizer_name, load_tokenizer
 
+MAX_WORKERS = 1024
 TASK_CHARS = 2**20  # what a worker tokenizes at a time; bounds memory, together with the number of workers
 
 
@@ -67,12 +69,12 @@ def prepare(
     Raises DataError for anything in the way, and leaves nothing behind then.
     """
     check_tokenizer_name(tokenizer)
-    if workers < 0:
-        raise DataError(f"--workers must not be negative, but is {workers}")
+    if not 0 <= workers <= MAX_WORKERS:
+        raise DataError(f"--workers must lie between 0 and {MAX_WORKERS}, not {workers}")
     if workers == 0:
         workers = 1 if tokenizer in ("byte", "char") else os.cpu_count() or 1
     with new_folder(name, root) as folder:
-        request = source.describe() | {"tokenizer": tokenizer} | vars(amounts)
+        request = _as_recorded(source.describe() | {"tokenizer": tokenizer} | vars(amounts))
         if not overwrite and is_done(root / name, request):
             print(f"{root / name} is already prepared from this source with this tokenizer: nothing to do")
             return root / name
@@ -92,6 +94,13 @@ def prepare(
         f"validation, vocabulary of {encoder.vocab_size:,} ({encoder.name})"
     )
     return root / name
+
+
+def _as_recorded(request: dict) -> dict:
+    """The request as meta.json gives it back. Bytes of a file name that are not UTF-8, which Python holds as
+    lone surrogates and JSON must not, are spelled out."""
+    text = json.dumps(request, ensure_ascii=False)
+    return json.loads(re.sub("[\ud800-\udfff]", lambda lone: rf"\\u{ord(lone[0]):04x}", text))
 
 
 def _make_tokenizer(name: str, source: Source, amounts: Amounts) -> Tokenizer:

@@ -11,10 +11,11 @@ import numpy as np
 import pydantic
 
 from data.errors import DataError, did_you_mean
-from data.files import Shard, Tokens, headerless, is_llmc, llmc
+from data.files import Shard, Tokens, headerless, is_llmc, llmc, read_file
 from data.tokenizer import Tokenizer, load_tokenizer
 
 DATA_ROOT = Path(__file__).parent
+SPLITS = ("train", "val")
 UINT16 = np.dtype("<u2")
 SCAN_TOKENS = 2**22  # at once, when a foreign file's largest id is looked for
 FINGERPRINT_TOKENS = 2048  # from the start, the middle and the end of every file
@@ -83,25 +84,35 @@ def _samples(tokens: Tokens):
 def open_dataset(name_or_path: str, root: Path = DATA_ROOT) -> Dataset:
     """The data set of this name under `root`, or in this folder; DataError when missing or broken."""
     path = _find(name_or_path, root)
-    if (path / "meta.json").exists():
+    try:
+        names = sorted(file.name for file in path.iterdir())
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+    if "meta.json" in names:
         return _open_prepared(path)
-    if (path / "train.bin").exists() or (path / "val.bin").exists():
-        shards = {split: [_foreign(path / f"{split}.bin")] for split in ("train", "val")}
+    if "train.bin" in names or "val.bin" in names:
+        shards = {split: [_foreign(path / f"{split}.bin")] for split in SPLITS}
     else:
         shards = {
-            split: [llmc(file) for file in sorted(path.glob(f"*_{split}_*.bin"))]
-            for split in ("train", "val")
+            split: [llmc(path / name) for name in names if _split_of(name) == split] for split in SPLITS
         }
         for split, found in shards.items():
             if not found:
                 raise DataError(
-                    f"{path} holds no {split} tokens: expected train.bin and val.bin, or shards named "
-                    f"*_train_*.bin and *_val_*.bin"
+                    f"{path} holds no {split} tokens: expected train.bin and val.bin, or llm.c's shards with "
+                    f"{split} as a word of their names, such as fineweb_{split}_000001.bin or "
+                    f"tiny_shakespeare_{split}.bin"
                 )
     # a shard with a header is llm.c's, whose version 1 stands for GPT-2's vocabulary
     gpt2 = all(shard.offset for shard in shards["train"] + shards["val"])
     meta = {"tokenizer": {"name": "gpt2"}, "vocab_size": 50257} if gpt2 else {}
     return Dataset(path, Tokens(shards["train"]), Tokens(shards["val"]), meta)
+
+
+def _split_of(name: str) -> str | None:
+    """The split that the name of a shard tells, by the last of its words that is one."""
+    words = Path(name).stem.split("_") if name.endswith(".bin") else []
+    return next((word for word in reversed(words) if word in SPLITS), None)
 
 
 def _foreign(path: Path) -> Shard:
@@ -111,8 +122,11 @@ def _foreign(path: Path) -> Shard:
 
 def _find(name_or_path: str, root: Path) -> Path:
     for path in (root / name_or_path, Path(name_or_path)):
-        if name_or_path and path.is_dir():
-            return path
+        try:
+            if name_or_path and path.is_dir():
+                return path
+        except OSError as error:  # a name too long, a folder above it that is closed to us
+            raise DataError(f"{path} cannot be read: {error.strerror}") from error
     known = [path.name for path in sorted(root.glob("*/")) if any(path.glob("*.bin"))]
     raise DataError(
         f"there is no data set {name_or_path!r} in {root}, nor a folder of that name"
@@ -124,7 +138,7 @@ def _find(name_or_path: str, root: Path) -> Path:
 def _open_prepared(path: Path) -> Dataset:
     meta = read_meta(path)
     tokens = {}
-    for split in ("train", "val"):
+    for split in SPLITS:
         shard = headerless(path / f"{split}.bin", np.dtype(meta.dtype).newbyteorder("<"))
         recorded = getattr(meta, split).tokens
         if shard.count != recorded:
@@ -138,8 +152,9 @@ def _open_prepared(path: Path) -> Dataset:
 
 def read_meta(path: Path) -> Meta:
     """The checked `meta.json` of folder `path`. Raises DataError when it is damaged."""
+    _, text = read_file(path / "meta.json")
     try:
-        return pydantic.TypeAdapter(Meta).validate_json((path / "meta.json").read_bytes())
+        return pydantic.TypeAdapter(Meta).validate_json(text)
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the file"
@@ -147,8 +162,6 @@ def read_meta(path: Path) -> Meta:
             f"{path / 'meta.json'} is damaged ({where}: {first['msg']}); prepare the data again with "
             "--overwrite"
         ) from None
-    except OSError as error:
-        raise DataError(f"{path / 'meta.json'} cannot be read: {error.strerror}") from error
 
 
 def check_token_range(dataset: Dataset, vocab_size: int) -> None:

@@ -2,7 +2,8 @@
 
 - ours: `train.bin`, `val.bin` (little-endian ids, no header) and `meta.json`, written by `data.prepare`;
 - nanoGPT's: headerless uint16 `train.bin` and `val.bin`. Its `meta.pkl` is never read: unpickling runs code;
-- llm.c's and modded-nanogpt's: shards `*_train_*.bin` and `*_val_*.bin`, each with a header of 256 int32.
+- llm.c's and modded-nanogpt's: shards with a header of 256 int32 each, of which the name holds the word
+  `train` or `val`, as in fineweb_train_000001.bin, train_000001.bin and tiny_shakespeare_val.bin.
 
 Reads go through `pread`, not a memory map: pages that a map has touched count as the process's own memory
 until the kernel takes them back, and a read error in a map kills the process with SIGBUS where `pread`
@@ -12,9 +13,11 @@ raises.
 import bisect
 import errno
 import os
+import stat
 import time
 import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -78,8 +81,9 @@ class Tokens:
         width = self.dtype.itemsize
         for start in starts.tolist():
             for shard, first, count in self._parts(start, length):
-                fd = self._open(shard.path).fd
-                os.posix_fadvise(fd, shard.offset + first * width, count * width, os.POSIX_FADV_WILLNEED)
+                with suppress(OSError):  # a hint only: the read that follows will say what is wrong
+                    fd = self._open(shard.path).fd
+                    os.posix_fadvise(fd, shard.offset + first * width, count * width, os.POSIX_FADV_WILLNEED)
 
     def _parts(self, start: int, length: int) -> Iterator[tuple[Shard, int, int]]:
         """Where these tokens lie: stretches of shards, each as (shard, first token in it, count)."""
@@ -127,7 +131,7 @@ class Tokens:
 
 def headerless(path: Path, dtype: np.dtype) -> Shard:
     """A file of nothing but ids. Raises DataError when it is missing or not a whole number of ids long."""
-    size = _size(path)
+    size, _ = read_file(path, 0)
     if size % dtype.itemsize:
         raise DataError(
             f"{path} is {size:,} bytes long, no whole number of {dtype.name} tokens: it was cut short, or is "
@@ -137,21 +141,19 @@ def headerless(path: Path, dtype: np.dtype) -> Shard:
 
 
 def is_llmc(path: Path) -> bool:
-    with open(path, "rb") as file:
-        return file.read(4) == LLMC_MAGIC.to_bytes(4, "little")
+    _, start = read_file(path, 4)
+    return start == LLMC_MAGIC.to_bytes(4, "little")
 
 
 def llmc(path: Path) -> Shard:
     """A shard of llm.c or modded-nanogpt. Raises DataError when header and length do not say the same."""
-    size = _size(path)
-    if size < LLMC_HEADER_BYTES:
+    size, start = read_file(path, LLMC_HEADER_BYTES)
+    if len(start) < LLMC_HEADER_BYTES:
         raise DataError(
             f"{path} is shorter than the {LLMC_HEADER_BYTES:,} bytes of header that every shard has; copy it "
             "again"
         )
-    with open(path, "rb") as file:
-        header = np.frombuffer(file.read(LLMC_HEADER_BYTES), "<i4")
-    magic, version, count = (int(field) for field in header[:3])
+    magic, version, count = (int(field) for field in np.frombuffer(start, "<i4")[:3])
     if magic != LLMC_MAGIC:
         raise DataError(
             f"{path} starts with {magic}, not with {LLMC_MAGIC}, llm.c's mark of GPT-2 tokens in uint16; "
@@ -167,8 +169,13 @@ def llmc(path: Path) -> Shard:
     return Shard(path, np.dtype("<u2"), count, LLMC_HEADER_BYTES)
 
 
-def _size(path: Path) -> int:
+def read_file(path: Path, count: int = -1) -> tuple[int, bytes]:
+    """The size of a file and its first `count` bytes, or all. Raises DataError for what cannot be read, and for
+    a folder or a pipe, on which it would wait for ever."""
     try:
-        return path.stat().st_size
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise DataError(f"{path} is a folder, a pipe or a device; only regular files are read")
+        with open(path, "rb") as file:
+            return os.fstat(file.fileno()).st_size, file.read(count)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}; prepare or copy it again") from error

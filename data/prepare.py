@@ -15,7 +15,7 @@ from typing import Annotated
 import tyro
 
 from data.build import Amounts, prepare
-from data.command_line import read_flags
+from data.command_line import forgive_output, read_flags
 from data.dataset import DATA_ROOT
 from data.errors import DataError
 from data.sources import HuggingFace, StandardLibrary, TextFiles, find_files
@@ -25,14 +25,14 @@ from data.sources import HuggingFace, StandardLibrary, TextFiles, find_files
 class Options:
     """Common to all sources."""
 
+    # a line each: tyro keeps the line breaks of an indented docstring
+
     tokenizer: str = "byte"
-    """byte (no download), char (one id per character of the text), or gpt2, cl100k_base and tiktoken's other
-    encodings."""
+    """byte (no download), char (one id per character of the text), gpt2, or another of tiktoken's encodings."""
     val_fraction: float = 0.1
     """Share kept for validation. A single text file gives its end; several documents are dealt out whole."""
     workers: int = 0
-    """Processes that tokenize; the result is the same for any number. 0: one per CPU, but one for byte
-    and char, which are fast."""
+    """Processes that tokenize; they do not change the result. 0: one per CPU, but one for byte and char."""
     data_dir: Path = DATA_ROOT
     """Where the folder of the data set goes."""
     overwrite: bool = False
@@ -45,7 +45,7 @@ class Stdlib:
 
     name: str = "stdlib"
     """Name of the data set, for train.py --dataset."""
-    options: tyro.conf.OmitArgPrefixes[Options] = Options()
+    common: tyro.conf.OmitArgPrefixes[Options] = Options()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ class Text:
     """Files, folders and globs. Files of other kinds are read as plain text when named one by one."""
     column: str = "text"
     """Which column of .jsonl and .parquet files holds the text."""
-    options: tyro.conf.OmitArgPrefixes[Options] = Options()
+    common: tyro.conf.OmitArgPrefixes[Options] = Options()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ class Hf:
     """Stop after this many tokens, training and validation together."""
     val_tokens: int | None = None
     """Stop giving documents to validation when it has this many tokens."""
-    options: tyro.conf.OmitArgPrefixes[Options] = Options()
+    common: tyro.conf.OmitArgPrefixes[Options] = Options()
 
 
 Command = (
@@ -91,7 +91,7 @@ Command = (
 
 def run(command: Stdlib | Text | Hf) -> None:
     """Prepare what the command line asks for. Raises DataError."""
-    options = command.options
+    options = command.common
     amounts = Amounts(options.val_fraction)
     match command:
         case Stdlib():
@@ -134,4 +134,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    forgive_output()
     main()

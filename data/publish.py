@@ -17,12 +17,13 @@ def new_folder(name: str, root: Path) -> Iterator[Path]:
     """An empty folder to write the data set `name` into, ours alone until the end of the block.
 
     What an interrupted preparation left is cleared first; another process that prepares the same is waited
-    for. When the block ends without `publish`, nothing is left.
+    for. When the block ends without `publish`, nothing is left. Where the name is a link, all of this happens
+    at the place it points to.
     """
     if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", name) or name == "__pycache__":
         raise DataError(f"{name!r} cannot name a data set: use letters, digits, '-', '_' and '.'")
-    target = root / name
-    folder = root / f".{name}.partial"
+    target = _followed(root / name)
+    folder = target.with_name(f".{target.name}.partial")
     try:
         lock = _lock(folder, target)
     except OSError as error:
@@ -38,6 +39,11 @@ def new_folder(name: str, root: Path) -> Iterator[Path]:
         if _is_same(folder, lock):  # not published
             shutil.rmtree(folder)
         os.close(lock)
+
+
+def _followed(target: Path) -> Path:
+    """Where a data set of this path really lies; a link must not be renamed or removed in its place."""
+    return Path(os.path.realpath(target))
 
 
 def _lock(folder: Path, target: Path) -> int:
@@ -101,6 +107,7 @@ def _check_ours(target: Path) -> None:
 
 def publish(folder: Path, target: Path) -> None:
     """Give the finished folder its name, in place of an older data set of ours."""
+    target = _followed(target)
     for file in folder.iterdir():
         with open(file, "rb") as written:
             os.fsync(written.fileno())

@@ -105,24 +105,42 @@ class TextFiles:
 def find_files(patterns: list[str]) -> tuple[Path, ...]:
     """Files, folders (searched for text files) and globs, as absolute paths; each file once, folders sorted.
 
-    Raises DataError for a pattern that names nothing.
+    Raises DataError for a pattern that names nothing, and for what is neither file nor folder.
     """
-    suffixes = PLAIN_SUFFIXES + RECORD_SUFFIXES
     found: list[Path] = []
     for pattern in patterns:
-        matches = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern, recursive=True))
-        if not matches:
-            raise DataError(f"there is no file, folder or match for {pattern!r}")
-        for match in map(Path, matches):
-            inside = (
-                sorted(path for path in match.rglob("*") if path.suffix in suffixes)
-                if match.is_dir()
-                else [match]
-            )
-            if not inside:
-                raise DataError(f"the folder {match} holds no {', '.join(suffixes)} file")
-            found += inside
+        try:
+            found += _matches(pattern)
+        except OSError as error:
+            raise DataError(f"{error.filename} cannot be read: {error.strerror}") from error
     return tuple(dict.fromkeys(path.resolve() for path in found))
+
+
+def _matches(pattern: str) -> Iterator[Path]:
+    matches = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern, recursive=True))
+    if not matches:
+        raise DataError(f"there is no file, folder or match for {pattern!r}")
+    for match in map(Path, matches):
+        if match.is_dir():
+            yield from _text_files(match)
+        elif match.is_file():
+            yield match
+        else:
+            raise DataError(
+                f"{match} is neither a file nor a folder; store what a pipe gives in a file first"
+            )
+
+
+def _text_files(folder: Path) -> list[Path]:
+    def fail(error: OSError):  # a subfolder that is closed to us: no part of the text is left out unsaid
+        raise error
+
+    suffixes = PLAIN_SUFFIXES + RECORD_SUFFIXES
+    paths = [Path(parent, name) for parent, _, names in os.walk(folder, onerror=fail) for name in names]
+    inside = sorted(path for path in paths if path.suffix in suffixes and path.is_file())
+    if not inside:
+        raise DataError(f"the folder {folder} holds no {', '.join(suffixes)} file")
+    return inside
 
 
 def _file_identity(path: Path) -> list:
@@ -159,6 +177,8 @@ def read_jsonl(path: Path, column: str) -> Iterator[str]:
                 continue
             try:
                 record = json.loads(line)
+            except RecursionError:
+                raise DataError(f"{path}, line {number}: the JSON is nested too deeply to be read") from None
             except ValueError as error:  # of JSON or of UTF-8
                 raise DataError(f"{path}, line {number}: not JSON in UTF-8 ({error})") from None
             if not isinstance(record, dict):
@@ -178,6 +198,8 @@ def read_parquet(path: Path, column: str) -> Iterator[str]:
             for batch in file.iter_batches(batch_size=256, columns=[column]):
                 for value in batch.column(0).to_pylist():
                     yield text_of({column: value}, column, str(path))
+    except UnicodeDecodeError:
+        raise DataError(f"{path}, column {column!r}: not all of its text is UTF-8") from None
     except pyarrow.ArrowException as error:
         raise DataError(f"{path} is no readable Parquet file ({str(error).splitlines()[0]})") from None
 

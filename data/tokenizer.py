@@ -11,33 +11,12 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
+import tiktoken
 
 from data.errors import DataError, did_you_mean
 
 SEPARATOR_TEXT = "<|endoftext|>"  # how a separator is printed; the same text inside a corpus is ordinary text
 DOWNLOAD_SECONDS = 20
-
-
-class ByteTokenizer:
-    """The 256 bytes of UTF-8, and id 256 as the separator between documents."""
-
-    name = "byte"
-    vocab_size = 257
-    separator = 256
-    meta = {"name": "byte"}  # noqa: RUF012 (never changed)
-
-    def encode_array(self, text: str) -> np.ndarray:
-        """Ids as an unsigned integer array [n]."""
-        return np.frombuffer(text.encode("utf-8"), np.uint8)
-
-    def encode(self, text: str) -> list[int]:
-        return self.encode_array(text).tolist()
-
-    def decode(self, ids: list[int]) -> str:
-        """Text; bytes that are no valid UTF-8, as a sample may hold, become U+FFFD."""
-        separator = SEPARATOR_TEXT.encode("utf-8")
-        raw = b"".join(separator if i == self.separator else bytes([i]) for i in ids)
-        return raw.decode("utf-8", errors="replace")
 
 
 class CharTokenizer:
@@ -77,19 +56,18 @@ class CharTokenizer:
 
 
 def _code_points(text: str) -> np.ndarray:
-    return np.frombuffer(text.encode("utf-32-le"), "<u4")
+    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
 
 
 class TiktokenTokenizer:
-    """One of tiktoken's encodings, by name. The vocabulary file is fetched once and kept in tiktoken's
-    cache."""
+    """One of tiktoken's encodings, by name."""
 
-    def __init__(self, name: str):
-        self._encoding = _load_encoding(name)
+    def __init__(self, name: str, encoding: tiktoken.Encoding):
+        self._encoding = encoding
         self.name = name
         self.meta = {"name": name}
-        self.vocab_size = self._encoding.n_vocab
-        self.separator = self._encoding.eot_token
+        self.vocab_size = encoding.n_vocab
+        self.separator = encoding.eot_token
 
     @property
     def mergeable_ranks(self) -> dict[bytes, int]:
@@ -104,16 +82,28 @@ class TiktokenTokenizer:
         return self._encoding.encode_ordinary(text)
 
     def decode(self, ids: list[int]) -> str:
+        """Text; bytes that are no valid UTF-8, as a sample may hold, become U+FFFD."""
         return self._encoding.decode(ids)
 
 
-Tokenizer = ByteTokenizer | CharTokenizer | TiktokenTokenizer
+class ByteTokenizer(TiktokenTokenizer):
+    """The 256 bytes of UTF-8, and id 256 as the separator between documents: an encoding without a download."""
+
+    def __init__(self):
+        ranks, special = {bytes([i]): i for i in range(256)}, {SEPARATOR_TEXT: 256}
+        encoding = tiktoken.Encoding("byte", pat_str=r"[\s\S]", mergeable_ranks=ranks, special_tokens=special)
+        super().__init__("byte", encoding)
+
+    def encode_array(self, text: str) -> np.ndarray:
+        """The same ids as the encoding's, many times faster: unsigned integers [n]."""
+        return np.frombuffer(text.encode("utf-8"), np.uint8)
+
+
+Tokenizer = CharTokenizer | TiktokenTokenizer
 
 
 def tokenizer_names() -> list[str]:
     """Every name that `--tokenizer` takes."""
-    import tiktoken
-
     return ["byte", "char", *tiktoken.list_encoding_names()]
 
 
@@ -141,13 +131,12 @@ def load_tokenizer(meta: dict | None) -> Tokenizer:
             raise DataError("a char tokenizer was stored without its characters; prepare the data again")
         return CharTokenizer(meta["characters"])
     check_tokenizer_name(str(name))
-    return TiktokenTokenizer(name)
+    return TiktokenTokenizer(name, _load_encoding(name))
 
 
-def _load_encoding(name: str):
-    """`tiktoken.get_encoding`, bounded in time: without a network its download may wait for minutes."""
-    import tiktoken
-
+def _load_encoding(name: str) -> tiktoken.Encoding:
+    """`tiktoken.get_encoding`, bounded in time: without a network its download may wait for minutes. The
+    vocabulary file is fetched once and kept in tiktoken's cache."""
     if "DATA_GYM_CACHE_DIR" not in os.environ:  # the older of the two names that tiktoken obeys
         os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(Path(__file__).parent / ".cache" / "tiktoken"))
     result = {}

@@ -14,11 +14,14 @@ from data import open_dataset
 ROOT = Path(__file__).parents[1]
 
 
-def run_prepare(*arguments: str) -> subprocess.CompletedProcess:
+def run_prepare(*arguments: str, shell: str = '"$@"', **env: str) -> subprocess.CompletedProcess:
+    """data.prepare with these arguments, as the command `"$@"` of a line of shell."""
     # no cache and a proxy that refuses: without network, on any machine
-    env = os.environ | {"TIKTOKEN_CACHE_DIR": "", "HTTPS_PROXY": "http://127.0.0.1:9", "COLUMNS": "200"}
-    command = [sys.executable, "-m", "data.prepare", *arguments]
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    env |= {"TIKTOKEN_CACHE_DIR": "", "HTTPS_PROXY": "http://127.0.0.1:9", "COLUMNS": "200"}
+    command = ["bash", "-c", shell, "bash", sys.executable, "-m", "data.prepare", *arguments]
+    return subprocess.run(
+        command, cwd=ROOT, env=os.environ | env, capture_output=True, text=True, timeout=300
+    )
 
 
 @pytest.fixture
@@ -29,6 +32,8 @@ def corpus(tmp_path) -> Path:
     (folder / "empty.txt").write_text("", encoding="utf-8")
     (folder / "latin.txt").write_bytes("caf\xe9".encode("latin-1"))
     (folder / "rows.jsonl").write_text('{"body": "text"}\n', encoding="utf-8")
+    (folder / "deep.jsonl").write_text("[" * 100_000, encoding="utf-8")
+    os.mkfifo(folder / "pipe.txt")
     return folder
 
 
@@ -65,7 +70,14 @@ def test_hugging_face_stops_at_max_tokens(tmp_path):
         ("text --name d --files FOLDER/good.txt --tokenizer cl100k_base", "use the byte tokenizer"),
         ("text --name a/b --files FOLDER/good.txt", "'a/b' cannot name a data set"),
         ("text --name d --files FOLDER/good.txt --val-fraction 1", "--val-fraction must lie between 0 and 1"),
-        ("text --name d --files FOLDER/good.txt --workers -1", "--workers must not be negative"),
+        ("text --name d --files FOLDER/good.txt --workers -1", "--workers must lie between 0 and 1024"),
+        (
+            f"text --name d --files FOLDER/good.txt --workers {10**20}",
+            "--workers must lie between 0 and 1024",
+        ),
+        ("text --name d --files FOLDER/deep.jsonl", "deep.jsonl, line 1: the JSON is nested too deeply"),
+        ("text --name d --files FOLDER/pipe.txt", "pipe.txt is neither a file nor a folder"),
+        (f"text --name d --files {'a' * 5000}", "a" * 5000),
         ("hf --name d --path FOLDER --max-tokens 0", "--max-tokens must be at least 2"),
     ],
 )
@@ -106,6 +118,33 @@ def test_a_place_that_cannot_be_written_to(tmp_path, corpus):
     assert str(tmp_path / "file") in done.stderr
 
 
+@pytest.mark.parametrize(
+    "shell", ['"$@" >&-', '"$@" | true; exit ${PIPESTATUS[0]}', '"$@" >/dev/full', '"$@" >&- 2>&-']
+)
+def test_that_nobody_listens_is_no_failure(tmp_path, corpus, shell):
+    if "/dev/full" in shell and not Path("/dev/full").exists():
+        pytest.skip("there is no /dev/full here")
+    command = ["text", "--name=d", f"--files={corpus / 'good.txt'}", f"--data-dir={tmp_path / 'data'}"]
+    for arguments, unbuffered in ((command, ""), (command, "1"), ([*command, "--help"], "")):
+        done = run_prepare(*arguments, shell=shell, PYTHONUNBUFFERED=unbuffered)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+        assert [path.name for path in (tmp_path / "data").iterdir()] == ["d"]
+        assert len(open_dataset("d", root=tmp_path / "data").train) == 900
+    assert run_prepare("text", *command[1:], "--workers=-1", shell=shell).returncode == 2
+
+
+@pytest.mark.parametrize("shell", ['"$@" 2>&-', '"$@" 2>/dev/full'])
+def test_a_mistake_has_its_exit_code_whoever_listens(shell):
+    assert run_prepare("text", shell=shell).returncode == 2
+
+
+def test_a_terminal_of_ascii_is_shown_escapes(tmp_path, corpus):
+    where = f"--files={corpus / 'good.txt'}", f"--data-dir={tmp_path / 'é'}"
+    done = run_prepare("text", "--name=d", *where, PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert r"/\xe9/d: 900 tokens to train on" in done.stdout
+
+
 def test_help_says_what_a_newcomer_asks():
     done = run_prepare("text", "--help")
     assert done.returncode == 0
@@ -114,5 +153,8 @@ def test_help_says_what_a_newcomer_asks():
         "byte (no download)",
         "(default: 0.1)",
         "Local .txt, .md, .jsonl and .parquet files",
+        "─ common options ─",
+        "or another of tiktoken's encodings. (default: byte)",  # the end of a line, not one of its own
+        "but one for byte and char. (default: 0)",
     ):
         assert words in done.stdout

@@ -1,5 +1,6 @@
 """Token files of all three layouts: what is read, and what is refused with which words."""
 
+import builtins
 import errno
 import json
 import os
@@ -95,6 +96,28 @@ def test_llmc_shards_are_one_sequence_in_the_order_of_their_names(tmp_path):
     assert dataset.meta["tokenizer"] == {"name": "gpt2"}
 
 
+@pytest.mark.parametrize(
+    ("train", "val"),
+    [
+        (["tiny_shakespeare_train.bin"], ["tiny_shakespeare_val.bin"]),
+        (["TinyStories_train.bin"], ["TinyStories_val.bin"]),
+        (["train_000001.bin", "train_000002.bin"], ["val_000000.bin"]),
+        (["edu_fineweb_train_000001.bin", "edu_fineweb_train_000002.bin"], ["edu_fineweb_val_000000.bin"]),
+        (["a_val_set_train_1.bin"], ["a_train_set_val_1.bin"]),  # the last word counts, and never both
+    ],
+)
+def test_every_name_that_llmc_gives_a_shard_is_known(tmp_path, train, val):
+    for i, name in enumerate(train):
+        write_llmc(tmp_path / name, [i, 100 + i])
+    write_llmc(tmp_path / val[0], [7, 8])
+    write_llmc(tmp_path / "training_values.bin", [9])  # these words are others
+    (tmp_path / "corpus_train.txt").touch()
+    dataset = open_dataset(str(tmp_path))
+    assert contents(dataset.train) == [0, 100, 1, 101][: 2 * len(train)]
+    assert contents(dataset.val) == [7, 8]
+    assert dataset.vocab_size == 50_257
+
+
 def test_llmc_tokens_under_nanogpts_names_are_read_without_their_header(tmp_path):
     folder = tmp_path / "mixed"
     folder.mkdir()
@@ -178,7 +201,12 @@ def test_shards_that_are_no_shards(tmp_path):
     with pytest.raises(DataError, match="shorter than the 1,024 bytes of header"):
         open_dataset(str(folder))
     (folder / "fineweb_val_000000.bin").unlink()
-    with pytest.raises(DataError, match="holds no val tokens"):
+    expected = r"holds no val tokens: expected train\.bin and val\.bin, or .* tiny_shakespeare_val\.bin"
+    with pytest.raises(DataError, match=expected):
+        open_dataset(str(folder))
+    write_nanogpt(tmp_path / "char")
+    (tmp_path / "char" / "val.bin").rename(folder / "char_val.bin")
+    with pytest.raises(DataError, match=r"char_val\.bin is shorter than the 1,024 bytes of header"):
         open_dataset(str(folder))
 
 
@@ -187,6 +215,75 @@ def test_odd_sized_nanogpt_file(tmp_path):
     os.truncate(folder / "val.bin", 3)
     with pytest.raises(DataError, match=r"val\.bin is 3 bytes long, no whole number of uint16 tokens"):
         open_dataset(str(folder))
+
+
+def make_folder(path: Path) -> None:
+    path.mkdir()
+
+
+@pytest.mark.parametrize("make", [make_folder, os.mkfifo])
+@pytest.mark.parametrize(
+    ("write", "name"),
+    [
+        (write_nanogpt, "train.bin"),
+        (write_nanogpt, "val.bin"),
+        (write_shards, "fineweb_train_000001.bin"),
+        (write_prepared, "val.bin"),
+        (write_prepared, "meta.json"),
+    ],
+)
+def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path, write, name, make):
+    folder = write(tmp_path / "d")
+    (folder / name).unlink()
+    make(folder / name)
+    with pytest.raises(DataError, match=f"d/{name} is a folder, a pipe or a device; only regular files"):
+        open_dataset(str(folder))
+
+
+def deny(monkeypatch, owner, function: str, path: Path) -> None:
+    """`function` fails for `path` as it does where modes forbid it, which they do not forbid root."""
+    original = getattr(owner, function)
+
+    def denied(first, *rest, **options):
+        if first == path:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return original(first, *rest, **options)
+
+    monkeypatch.setattr(owner, function, denied)
+
+
+@pytest.mark.parametrize(
+    ("write", "owner", "function", "closed"),
+    [
+        (write_nanogpt, builtins, "open", "d/train.bin"),
+        (write_shards, builtins, "open", "d/fineweb_val_000000.bin"),
+        (write_prepared, builtins, "open", "d/train.bin"),
+        (write_prepared, builtins, "open", "d/meta.json"),
+        (write_nanogpt, Path, "iterdir", "d"),
+        (write_nanogpt, Path, "stat", "d/val.bin"),
+        (write_nanogpt, Path, "is_dir", "d"),  # the folder above it is closed
+    ],
+)
+def test_what_may_not_be_read_is_named(tmp_path, monkeypatch, write, owner, function, closed):
+    folder = write(tmp_path / "d")
+    deny(monkeypatch, owner, function, tmp_path / closed)
+    with pytest.raises(DataError, match=f"{closed} cannot be read: Permission denied"):
+        open_dataset(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("a" * 5000, "a cannot be read: File name too long|there is no data set 'a"),
+        ("a\0b", r"there is no data set 'a\\x00b'"),
+        ("\udcff", r"there is no data set '\\udcff'"),
+        ("loop", "loop cannot be read: Too many levels of symbolic links|there is no data set 'loop'"),
+    ],
+)
+def test_names_that_no_folder_can_have(tmp_path, name, message):
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(DataError, match=message):
+        open_dataset(name, root=tmp_path)
 
 
 def test_a_missing_data_set_names_the_nearest_and_the_way_to_make_one(tmp_path):
@@ -241,6 +338,15 @@ def test_a_file_that_shrinks_while_in_use_is_told(tmp_path):
     dataset = open_dataset(str(folder))
     os.truncate(folder / "train.bin", 4)
     with pytest.raises(DataError, match=r"train\.bin has become shorter"):
+        contents(dataset.train)
+
+
+def test_a_shard_that_is_gone_is_told_by_the_read_and_not_by_the_hint_before_it(tmp_path):
+    folder = write_shards(tmp_path / "fineweb")
+    dataset = open_dataset(str(folder))
+    (folder / "fineweb_train_000002.bin").unlink()
+    dataset.train.expect(np.array([0, 3]), 2)
+    with pytest.raises(DataError, match=r"000002\.bin cannot be read: No such file"):
         contents(dataset.train)
 
 

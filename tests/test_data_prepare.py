@@ -263,6 +263,37 @@ def test_a_kill_between_the_two_renames_of_a_replacement_loses_nothing(tmp_path,
     assert sorted(path.name for path in tmp_path.iterdir()) == ["d"]
 
 
+def test_a_link_stays_and_the_data_go_where_it_points(tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "d").symlink_to("../elsewhere/e")
+    for texts in (("one", "two"), ("three", "four"), ("five", "six")):  # the first finds nothing there yet
+        prepare(Documents(texts), name="d", root=tmp_path / "data", overwrite=True)
+        assert ids(tmp_path / "elsewhere" / "e", "train") == [*texts[0].encode(), SEPARATOR]
+        assert (tmp_path / "data" / "d").is_symlink()
+        for folder, name in (("data", "d"), ("elsewhere", "e")):
+            assert [path.name for path in (tmp_path / folder).iterdir()] == [name]
+
+
+def test_a_link_that_points_to_itself_is_told(tmp_path):
+    (tmp_path / "d").symlink_to("d")
+    with pytest.raises(DataError, match=r"preparing .*/d failed"):
+        prepare(Documents(("one", "two")), name="d", root=tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["d"]
+
+
+def test_file_names_in_other_bytes_leave_meta_json_whole(tmp_path, capsys):
+    try:
+        source = text_file(tmp_path / os.fsdecode(b"caf\xe9.txt"), "some text\n" * 10)
+    except OSError:
+        pytest.skip("this file system takes UTF-8 names only")
+    folder = prepare(source, name="d", root=tmp_path)
+    [[path, *_]] = open_dataset(str(folder)).meta["request"]["files"]
+    assert path == str(tmp_path / r"caf\udce9.txt")
+    capsys.readouterr()
+    prepare(source, name="d", root=tmp_path)
+    assert "nothing to do" in capsys.readouterr().out
+
+
 def test_a_second_process_waits_and_finds_the_work_done(tmp_path, capsys):
     reading, go_on = threading.Event(), threading.Event()
     calls = []
@@ -352,3 +383,34 @@ def test_find_files(tmp_path):
     (tmp_path / "bare").mkdir()
     with pytest.raises(DataError, match=r"bare holds no .txt, .md, .jsonl, .parquet file"):
         names("bare")
+
+
+def test_only_files_of_a_folder_count(tmp_path):
+    (tmp_path / "dir.md").mkdir()
+    for name in ("dir.md/a.txt", "b.txt"):
+        (tmp_path / name).touch()
+    (tmp_path / "gone.txt").symlink_to("nowhere")
+    os.mkfifo(tmp_path / "pipe.txt")
+    assert find_files([str(tmp_path)]) == (tmp_path / "b.txt", tmp_path / "dir.md" / "a.txt")
+    for name in ("gone.txt", "pipe.txt"):
+        with pytest.raises(DataError, match=f"{name} is neither a file nor a folder"):
+            find_files([str(tmp_path / name)])
+
+
+@pytest.mark.parametrize(
+    ("owner", "function", "pattern"),
+    [(os, "scandir", "closed"), (os, "scandir", "."), (Path, "exists", "closed/t.txt")],
+)
+def test_a_folder_that_may_not_be_entered_is_named(tmp_path, monkeypatch, owner, function, pattern):
+    (tmp_path / "closed").mkdir()
+    (tmp_path / "open.txt").touch()
+    original = getattr(owner, function)
+
+    def denied(path):  # as modes do, but for root
+        if "closed" in str(path):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return original(path)
+
+    monkeypatch.setattr(owner, function, denied)
+    with pytest.raises(DataError, match=r"/closed\S* cannot be read: Permission denied"):
+        find_files([str(tmp_path / pattern)])

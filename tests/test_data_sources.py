@@ -69,6 +69,7 @@ def test_jsonl(tmp_path):
             b'{"texts": "", "id": 1}',
             r"line 2 has no column 'text' \(did you mean texts\?\).*one of: texts, id",
         ),
+        (b"[" * 100_000, "line 2: the JSON is nested too deeply to be read"),
         (b'{"text": 5}', "line 2: column 'text' holds int, not text"),
     ],
 )
@@ -95,6 +96,13 @@ def test_parquet(tmp_path):
         texts(path, "id")
     os.truncate(path, 20)
     with pytest.raises(DataError, match=r"t\.parquet is no readable Parquet file"):
+        texts(path)
+
+
+def test_parquet_text_that_is_not_utf8(tmp_path):
+    raw = pyarrow.array([b"caf\xe9"]).buffers()
+    path = write_parquet(tmp_path / "t.parquet", text=pyarrow.StringArray.from_buffers(1, raw[1], raw[2]))
+    with pytest.raises(DataError, match=r"t\.parquet, column 'text': not all of its text is UTF-8"):
         texts(path)
 
 

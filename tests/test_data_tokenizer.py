@@ -33,21 +33,17 @@ def gpt2():
 @given(TEXT)
 def test_bytes_are_utf8_and_come_back(text):
     tokenizer = load_tokenizer({"name": "byte"})
-    assert tokenizer.encode(text) == list(text.encode("utf-8"))
+    assert tokenizer.encode(text) == tokenizer.encode_array(text).tolist() == list(text.encode("utf-8"))
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_bytes_are_what_a_tiktoken_encoding_of_256_bytes_gives():
-    ranks = {bytes([i]): i for i in range(256)}
-    encoding = tiktoken.Encoding(
-        "byte", pat_str=r"[\s\S]", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 256}
-    )
-    text = "naïve <|endoftext|> 🙂\r\n\x00"
-    byte = ByteTokenizer()
-    assert byte.encode(text) == encoding.encode_ordinary(text)
-    assert byte.vocab_size == encoding.n_vocab
-    assert byte.separator == encoding.eot_token
-    assert byte.decode([104, 256, 105]) == encoding.decode([104, 256, 105])
+def test_bytes_are_an_encoding_of_tiktokens():
+    byte = load_tokenizer({"name": "byte"})
+    assert isinstance(byte._encoding, tiktoken.Encoding)
+    assert byte.mergeable_ranks == {bytes([i]): i for i in range(256)}
+    assert (byte.vocab_size, byte.separator, byte.meta) == (257, 256, {"name": "byte"})
+    assert byte.separator not in byte.encode("a <|endoftext|> in the text")
+    assert byte.decode([104, 256, 105]) == "h<|endoftext|>i"
 
 
 def test_bytes_of_half_a_character_are_replaced():
@@ -78,6 +74,12 @@ def test_an_unknown_character_is_named(unknown):
         CharTokenizer("hello").encode("he" + unknown)
     assert repr(unknown) in str(caught.value)
     assert "'ehlo'" in str(caught.value)
+
+
+def test_half_a_surrogate_pair_as_a_command_line_may_hold_is_no_traceback():
+    assert ByteTokenizer().decode(ByteTokenizer().encode("a\udcff")) == "a\ufffd"
+    with pytest.raises(DataError, match=r"the character '\\udcff' is not among the 4"):
+        CharTokenizer("hello").encode("he\udcff")
 
 
 def test_unknown_tokenizer():
