@@ -21,7 +21,7 @@ import torch
 import kernels
 from configs import Config, ConfigError, load_config, user_error
 from data import DataError, Dataset
-from data.terminal import steady_output
+from data.terminal import forgive_output
 from tools.report.runs import load_runs
 from tools.report.text import depth_table
 from tools.sample import Options as SampleOptions
@@ -291,7 +291,7 @@ def keep_caches_in(out_dir: Path) -> None:
 
 
 if __name__ == "__main__":
-    steady_output()
+    forgive_output()
     exit_code = 0
     try:
         main(sys.argv[1:])

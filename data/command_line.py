@@ -1,42 +1,15 @@
-"""Flags through tyro, whose framed messages become the one sentence that a mistake gets everywhere else, and
-output that is no reason to fail."""
+"""Flags through tyro, whose framed messages become the one sentence that a mistake gets everywhere else."""
 
 import contextlib
 import io
 import itertools
-import os
 import re
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import tyro
 
 from data.errors import did_you_mean
-
-
-class Forgiving(io.FileIO):
-    """What nobody takes any more (a closed pipe, a full disk) is dropped."""
-
-    def write(self, data) -> int:
-        try:
-            return super().write(data)
-        except OSError:
-            return len(data)
-
-
-def forgive_output() -> None:
-    """For this process, printing never raises from here on, so that the exit code tells of the work and not of
-    its listeners; what the terminal cannot show is escaped."""
-    for descriptor, name in ((1, "stdout"), (2, "stderr")):
-        encoding = getattr(getattr(sys, name), "encoding", None)
-        if getattr(sys, name) is None:  # closed; the next file to be opened must not take its place
-            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
-        raw = Forgiving(descriptor, "w", closefd=False)
-        stream = io.TextIOWrapper(
-            io.BufferedWriter(raw), encoding, errors="backslashreplace", line_buffering=True
-        )
-        setattr(sys, name, stream)
 
 
 def read_flags(

@@ -15,10 +15,11 @@ from typing import Annotated
 import tyro
 
 from data.build import Amounts, prepare
-from data.command_line import forgive_output, read_flags
+from data.command_line import read_flags
 from data.dataset import DATA_ROOT
 from data.errors import DataError
 from data.sources import HuggingFace, StandardLibrary, TextFiles, find_files
+from data.terminal import forgive_output
 
 
 @dataclass(frozen=True)

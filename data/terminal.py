@@ -1,44 +1,31 @@
-"""What is printed: never a reason for a program to fail."""
+"""What is printed is never a reason to fail: not its reader (`| head`), its disk, nor its encoding."""
 
-import errno
+import io
 import os
 import sys
-from typing import Any, TextIO
 
 
-class Steady:
-    """A text stream that outlives its reader (`| head`, `| tee` ended by Ctrl-C), its disk and its encoding.
+class Forgiving(io.FileIO):
+    """What nobody takes any more (a closed pipe, a full disk) is dropped."""
 
-    What a full disk does not take stays in the stream's buffer, and is tried again with what follows.
-    """
-
-    def __init__(self, stream: TextIO):
-        self.stream = stream
-
-    def write(self, text: str) -> int:
-        self.survive(self.stream.write, text)
-        return len(text)
-
-    def flush(self) -> None:
-        self.survive(self.stream.flush)
-
-    def survive(self, act, *arguments) -> None:
+    def write(self, data) -> int:
         try:
-            act(*arguments)
-        except OSError as e:
-            if e.errno == errno.EPIPE:  # nobody reads it: the rest goes nowhere, and so does the buffer
-                with open(os.devnull, "w") as nowhere:
-                    os.dup2(nowhere.fileno(), self.stream.fileno())
-        except ValueError:  # closed
-            pass
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stream, name)
+            return super().write(data)
+        except OSError:
+            return len(data)
 
 
-def steady_output() -> None:
-    """Makes stdout and stderr such streams; characters that they cannot encode are printed as question marks."""
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name) or open(os.devnull, "w")  # noqa: SIM115 (None: the shell has closed it)
-        stream.reconfigure(errors="replace")
-        setattr(sys, name, Steady(stream))
+def forgive_output() -> None:
+    """From here on printing never raises, so that the exit code tells of the work and not of its listeners.
+
+    What the terminal cannot show is escaped. For the whole process: a program calls it when it begins.
+    """
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        encoding = getattr(getattr(sys, name), "encoding", None)
+        if getattr(sys, name) is None:  # closed; the next file to be opened must not take its place
+            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+        raw = Forgiving(descriptor, "w", closefd=False)
+        stream = io.TextIOWrapper(
+            io.BufferedWriter(raw), encoding, errors="backslashreplace", line_buffering=True
+        )
+        setattr(sys, name, stream)

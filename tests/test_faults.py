@@ -29,7 +29,6 @@ from tiny_runs import (
 )
 
 import train as script
-from data.terminal import Steady
 from training import checkpoint
 from training.stop import EXIT_STOPPED, EXIT_UNSAVED
 from training.tracker import Tracker, cut_after, read_metrics
@@ -386,22 +385,6 @@ def test_output_on_a_full_disk_costs_nothing(argv, tmp_path):
         command = [sys.executable, "train.py", *map(str, argv)]
         assert subprocess.run(command, stdout=full, stderr=full, timeout=600).returncode == 0
     assert saved(tmp_path / "tiny")[1].progress.step == STEPS
-
-
-def test_what_a_full_disk_did_not_take_is_printed_when_there_is_room(tmp_path):
-    with open(tmp_path / "log", "w") as file:
-        stream = Steady(file)
-        with files_up_to(3):
-            print("first", file=stream, flush=True)
-        print("second", file=stream, flush=True)
-    assert (tmp_path / "log").read_text() == "first\nsecond\n"
-
-
-def test_a_terminal_that_knows_ascii_only_is_given_question_marks():
-    command = "from data.terminal import steady_output; steady_output(); print('a \u2192 b')"
-    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
-    done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, env=environment)
-    assert (done.returncode, done.stdout) == (0, "a ? b\n")
 
 
 # Metrics

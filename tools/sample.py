@@ -15,7 +15,7 @@ from torch import Tensor
 
 from configs import STRICT, ConfigError, command_line, require, user_error
 from data import DataError, load_tokenizer
-from data.terminal import steady_output
+from data.terminal import forgive_output
 from model import GPT
 from training.checkpoint import CheckpointError, find, load_model, read_about
 from training.runtime import choose_device
@@ -128,5 +128,5 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    steady_output()
+    forgive_output()
     main(sys.argv[1:])
