@@ -13,10 +13,11 @@ import torch
 
 import train
 from configs import load_config
-from data import DataError, open_dataset
+from data import DataError, load_tokenizer, open_dataset
 from model import GPT, ModelConfig
 from tools import sample
 from training.checkpoint import load_model
+from training.dataset import fit
 from training.runtime import Runtime
 from training.tracker import read_metrics
 from training.trainer import Trainer
@@ -146,6 +147,55 @@ def test_a_run_whose_vocabulary_cannot_be_fetched_ends_well_without_a_sample(pla
     assert "no sample: the vocabulary could not be fetched\n\nwhere to look next" in printed
 
 
+@pytest.mark.parametrize(
+    ("variables", "says"),
+    [
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two', and not a number from 1 up"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE is '0', and not a number from 1 up"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is 2, but it lacks RANK, MASTER_ADDR, MASTER_PORT"),
+        (
+            {"WORLD_SIZE": "2", "RANK": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"},
+            "RANK is 2, with a WORLD_SIZE of 2",
+        ),
+    ],
+)
+def test_an_environment_that_names_no_place_is_one_sentence(place, variables, says, monkeypatch, capsys):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as stopped:
+        train.main([str(place / "tiny.toml"), "--run-name", "nowhere"])
+    assert stopped.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+def test_post_norm_without_warm_up_is_warned_of(place, capsys):
+    flags = ["--placement", "post", "--max-iters", "1", "--wandb", "disabled", "--run-name"]
+    train.main([str(place / "tiny.toml"), *flags, "cold", "--warmup-iters", "0"])
+    assert "warning: post-norm without a warm-up" in capsys.readouterr().out
+    train.main([str(place / "tiny.toml"), *flags, "warm", "--max-iters", "2", "--warmup-iters", "1"])
+    assert "warning" not in capsys.readouterr().out
+
+
+def test_only_one_process_of_a_machine_reads_foreign_tokens_through(place, monkeypatch):
+    config = load_config([str(place / "tiny.toml"), "--vocab-size", "5"])  # fewer than the data holds
+    dataset = open_dataset(config.data.dataset)
+    with pytest.raises(DataError, match="holds token id"):
+        fit(config, dataset)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert fit(config, dataset) == config
+
+
+def test_a_prompt_that_the_model_cannot_read_is_refused():
+    """The byte tokenizer's separator is 256, its line break 10; the model knows fewer ids, as --vocab-size allows."""
+    tokenizer = load_tokenizer({"name": "byte"})
+    assert sample.first_tokens(tokenizer, "", 257) == [256]
+    assert sample.first_tokens(tokenizer, "", 256) == [10]
+    assert sample.first_tokens(tokenizer, "", 5) == [0]
+    assert sample.first_tokens(tokenizer, "aA", 98) == [97, 65]
+    with pytest.raises(DataError, match="the prompt has token 97, and the model knows ids below 97 only"):
+        sample.first_tokens(tokenizer, "aA", 97)
+
+
 def test_sampling_is_seeded_and_knows_the_corpus(run, capsys):
     def draw(*flags):
         sample.main([str(run[0]), "--tokens", "60", "--prompt", "to be, or", *flags])
@@ -155,6 +205,7 @@ def test_sampling_is_seeded_and_knows_the_corpus(run, capsys):
     assert draw("--temperature", "5", "--seed", "3") != draw("--temperature", "5", "--seed", "4")
     assert draw("--temperature", "0").startswith("to be, or not to be, that is the question")
     assert draw("--top-k", "1", "--temperature", "9") == draw("--temperature", "0")
+    assert draw("--temperature", "1e-40") == draw("--temperature", "0")  # too small to divide by
 
 
 def assert_refused(done: subprocess.CompletedProcess, says: str) -> None:
@@ -324,7 +375,7 @@ def test_a_sample_is_what_the_model_says_at_its_own_length():
     model.register_forward_pre_hook(lambda _, inputs: lengths.add(inputs[0].size(1)))
     found = sample.generate(model, begin, 130, vocab_size=40, temperature=0, top_k=0, seed=0)
     assert torch.equal(found, expected)
-    # A tokenizer that knows more ids than the model can only be given the model's.
+    # A tokenizer that knows more ids than the model is given the model's only.
     wide = sample.generate(model, begin, 20, vocab_size=60, temperature=1.0, top_k=0, seed=0)
     assert torch.equal(
         wide, sample.generate(model, begin, 20, vocab_size=50, temperature=1.0, top_k=50, seed=0)
