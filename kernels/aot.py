@@ -24,9 +24,10 @@ from dataclasses import dataclass
 
 import torch
 
-from . import INTERPRETED, KINDS
+from . import INTERPRETED, KINDS, MAX_D
 
 ARCHES = (80, 90, 100)
+COMPILABLE = (80, 86, 87, 89, 90, 100, 103, 120, 121)  # what has bfloat16 and what Triton's compiler knows
 DIMS = (64, 768, 1024, 4096, 8192)
 SPILL_FREE_UP_TO = 4096
 
@@ -37,8 +38,8 @@ LIMITS = {
     ("norm", "backward"): (6, 10),  # dy, x -> dx
     ("add_norm", "forward"): (8, 12),  # x, s -> r, y
     ("add_norm", "backward"): (8, 16),  # dy, dr, r -> dx, which is ds, too, where both have one dtype
-    ("add_norm, no sum", "forward"): (6, 10),  # x, s -> y
-    ("add_norm, no sum", "backward"): (8, 16),  # dy, x, s -> dx, ds likewise
+    ("add_norm_no_sum", "forward"): (6, 10),  # x, s -> y
+    ("add_norm_no_sum", "backward"): (8, 16),  # dy, x, s -> dx, ds likewise
     ("norm_add", "forward"): (6, 10),  # x, s -> r
     ("norm_add", "backward"): (6, 8),  # dr, s -> ds
     ("norm_add_norm", "forward"): (8, 12),  # x, s -> r, y
@@ -253,11 +254,30 @@ def table_row(finding):
     )
 
 
+def spelled(numbers):
+    return ", ".join(map(str, numbers))
+
+
+def whole(low, high):
+    """A type for argparse: the whole numbers from low to high."""
+
+    def integer(text):
+        value = int(text)
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{value} is not from {low} to {high}")
+        return value
+
+    return integer
+
+
 def main(argv=None):
     parser = argparse.ArgumentParser(prog="python -m kernels.aot", description=__doc__.split("\n")[0])
-    parser.add_argument("--arch", type=int, nargs="+", default=ARCHES, metavar="SM")
-    parser.add_argument("--dim", type=int, nargs="+", default=DIMS, metavar="D")
-    parser.add_argument("--jobs", type=int, default=2, help="processes (default 2)")
+    about = f"architectures, of {spelled(COMPILABLE)} (default {spelled(ARCHES)})"
+    arches = {"type": int, "choices": COMPILABLE, "default": ARCHES}
+    parser.add_argument("--arch", nargs="+", metavar="SM", help=about, **arches)
+    about = f"row lengths, from 1 to {MAX_D} (default {spelled(DIMS)})"
+    parser.add_argument("--dim", nargs="+", metavar="D", help=about, type=whole(1, MAX_D), default=DIMS)
+    parser.add_argument("--jobs", type=whole(1, 1024), default=2, help="processes (default 2)")
     options = parser.parse_args(argv)
     if INTERPRETED:
         parser.error("a process with TRITON_INTERPRET=1 cannot compile; unset it")

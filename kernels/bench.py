@@ -7,7 +7,8 @@ On a GPU: the Triton kernels, eager PyTorch, torch.compile and, where it is inst
 Liger; time, GB/s of the bytes that must move (`aot.LIMITS`), and their fraction of the bandwidth that a copy
 reaches in the same run, on inputs far larger than the L2 cache. On a CPU: the torch path against eager and
 compiled PyTorch. Every contender is compared with float64 first. Contenders take turns within a round, and
-the medians over the rounds are reported.
+the medians over the rounds are reported, forward and backward apart. Of the columns, `of copy` is the share of the
+copy's bandwidth, `x ours` the time relative to ours, and `error` the largest error against float64.
 """
 
 import argparse
@@ -16,16 +17,19 @@ import json
 import statistics
 import sys
 import time
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
 from . import KINDS, add_norm, norm, norm_add, norm_add_norm
-from .aot import FUNCTIONS, LIMITS, STREAMS
+from .aot import FUNCTIONS, LIMITS, STREAMS, whole
 
 EPS = 1e-5
 GPU_ELEMENTS = 1 << 27  # a row tensor of 256 MiB in bfloat16, several times the L2 of any card
 GPU_DIMS = (768, 1024, 2048, 4096, 8192)
+CPU_ELEMENTS = 1 << 24  # at most, in a row tensor
+LONGEST = 1 << 16  # row, far beyond those of the kernels
 CPU_SHAPES = {128: 12 * 64, 384: 16 * 256}  # D: rows, the micro-batches of the laptop recipes
 
 
@@ -43,7 +47,7 @@ def make_inputs(function, kind, rows, D, stream, device):
     return leaves, {
         "norm": [dy],
         "add_norm": [dr, dy],
-        "add_norm, no sum": [dr],  # post-norm's y is the stream
+        "add_norm_no_sum": [dr],  # post-norm's y is the stream
         "norm_add": [dr],
         "norm_add_norm": [dr, dy],
     }[function]
@@ -56,7 +60,7 @@ def ours(function, kind):
     return {
         "norm": lambda x, s, ow, ob, w, b: [norm(x, w, b, out_dtype=branch, **options)],
         "add_norm": lambda x, s, ow, ob, w, b: add_norm(x, s, w, b, **options),
-        "add_norm, no sum": lambda x, s, ow, ob, w, b: [
+        "add_norm_no_sum": lambda x, s, ow, ob, w, b: [
             add_norm(x, s, w, b, out_dtype=x.dtype, want_sum=False, **options)[1]
         ],
         "norm_add": lambda x, s, ow, ob, w, b: [norm_add(x, s, ow, ob, **options)],
@@ -82,7 +86,7 @@ def pytorch(function, kind):
         if function == "norm_add":
             return [r]
         y = normalize(r, weight, bias)
-        if function == "add_norm, no sum":
+        if function == "add_norm_no_sum":
             return [y.to(x.dtype)]
         return [r, y.to(torch.float64 if x.dtype == torch.float64 else torch.bfloat16)]
 
@@ -204,6 +208,12 @@ def measure(function, kind, stream, rows, D, device, rounds):
             }
 
 
+HEADER = (
+    f"{'function':17} {'kind':9} {'stream':8} {'D':>5} {'direction':9} {'contender':9} "
+    f"{'time, us':>10} {'GB/s':>7} {'of copy':>7} {'x ours':>6} {'error':>7}"
+)
+
+
 def table_rows(results, bandwidth):
     """A line per contender and direction; ratios are times over ours."""
     reference = None
@@ -213,23 +223,34 @@ def table_rows(results, bandwidth):
             yield f"{label}{row['contender']}: {row['problem']}"
             continue
         reference = row["seconds"] if row["contender"] == "ours" else reference
-        share = "" if bandwidth is None else f"{row['bytes_per_second'] / bandwidth:7.0%}"
+        share = "-" if bandwidth is None else f"{row['bytes_per_second'] / bandwidth:.0%}"
         yield (
-            f"{label}{row['direction']:8} {row['contender']:8} {row['seconds'] * 1e6:9.1f} us "
-            f"{row['bytes_per_second'] / 1e9:7.1f} GB/s{share} {row['seconds'] / reference:6.2f} x "
-            f"error {row['error']:.1e}"
+            f"{label}{row['direction']:9} {row['contender']:9} {row['seconds'] * 1e6:10.1f} "
+            f"{row['bytes_per_second'] / 1e9:7.1f} {share:>7} {row['seconds'] / reference:6.2f} {row['error']:7.1e}"
         )
 
 
-def main(argv=None):
+def read_options(argv):
     parser = argparse.ArgumentParser(prog="python -m kernels.bench", description=__doc__.split("\n")[0])
-    parser.add_argument("--function", nargs="+", choices=FUNCTIONS, default=FUNCTIONS)
-    parser.add_argument("--kind", nargs="+", choices=KINDS, default=KINDS)
-    parser.add_argument("--dim", type=int, nargs="+", metavar="D", help="row lengths")
-    parser.add_argument("--rounds", type=int, default=30, help="measurements per number (default 30)")
+    for flag, names in (("--function", FUNCTIONS), ("--kind", KINDS)):
+        about = f"of {', '.join(names)} (default all)"
+        parser.add_argument(flag, nargs="+", choices=names, default=names, metavar="NAME", help=about)
+    about = f"row lengths, from 1 to {LONGEST}"
+    parser.add_argument("--dim", type=whole(1, LONGEST), nargs="+", metavar="D", help=about)
+    about = "measurements per number (default 30)"
+    parser.add_argument("--rounds", type=whole(1, 10**6), default=30, metavar="N", help=about)
     parser.add_argument("--json", metavar="PATH", help="write the results here, too")
     options = parser.parse_args(argv)
+    folder = Path(options.json or ".").parent
+    if not folder.is_dir():  # told before minutes of measuring
+        parser.error(f"--json {options.json} cannot be written: there is no folder {folder}")
+    if options.json and Path(options.json).is_dir():
+        parser.error(f"--json {options.json} is a folder; name a file")
+    return options
 
+
+def main(argv=None):
+    options = read_options(argv)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     bandwidth = copy_bandwidth(device) if device == "cuda" else None
     if device == "cuda":
@@ -238,9 +259,10 @@ def main(argv=None):
     else:
         name = f"CPU, {torch.get_num_threads()} threads"
         print(f"{name}, torch {torch.__version__}: no GPU, so `ours` is the torch path")
+    print(HEADER)
     results = []
     for D in options.dim or (GPU_DIMS if device == "cuda" else CPU_SHAPES):
-        rows = GPU_ELEMENTS // D if device == "cuda" else CPU_SHAPES.get(D, 4096)
+        rows = GPU_ELEMENTS // D if device == "cuda" else CPU_SHAPES.get(D, min(4096, CPU_ELEMENTS // D))
         for function in options.function:
             for kind in options.kind:
                 for stream in reversed(STREAMS):
@@ -250,8 +272,9 @@ def main(argv=None):
                     results += part
     if options.json:
         report = {"device": name, "torch": torch.__version__, "copy_bytes_per_second": bandwidth}
-        with open(options.json, "w", encoding="utf-8") as file:
-            json.dump(report | {"results": results}, file, indent=1)
+        temporary = Path(f"{options.json}.writing")
+        temporary.write_text(json.dumps(report | {"results": results}, indent=1), encoding="utf-8")
+        temporary.replace(options.json)
     return 0
 
 

@@ -105,6 +105,7 @@ def test_one_command_prints_one_line(tmp_path, checkout, capsys):
     [
         ((), "model.py does not exist"),
         (("--rounds", "1"), "quartiles want at least 2"),
+        (("--steps", "0"), "--steps is 0; a turn wants at least 1"),
         (("--random-tokens", "--", "--vocab-size", "0"), "--random-tokens wants a vocabulary"),
         (("--", "--batch-size", "3", "--micro-batch-size", "2"), "batch_size 3 does not divide"),
     ],
@@ -117,3 +118,32 @@ def test_a_mistake_is_one_sentence(tmp_path, checkout, flags, says, capsys):
     message = capsys.readouterr().err.strip()
     assert says in message
     assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("def (:", "(SyntaxError: invalid syntax"),
+        ("", "(AttributeError: module 'nanogpt_model' has no attribute 'GPTConfig')"),
+        ("import no_such_module", "(ModuleNotFoundError: No module named 'no_such_module')"),
+        ("raise SystemExit(3)", "(SystemExit: 3)"),
+        (PEER.replace("n_embd: int; ", ""), ": it has no n_embd"),
+        (PEER.replace("configure_optimizers", "optimizers"), ": it has no configure_optimizers"),
+    ],
+)
+def test_a_model_py_of_another_kind_is_one_sentence(tmp_path, checkout, text, says, capsys):
+    (checkout / "model.py").write_text(text, encoding="utf-8")
+    with pytest.raises(SystemExit) as stopped:
+        against.main([str(tiny_recipe(tmp_path)), "--nanogpt", str(checkout)])
+    assert stopped.value.code == 2
+    message = capsys.readouterr().err
+    assert message.startswith(f"error: --nanogpt: {checkout / 'model.py'} is not nanoGPT's model.py")
+    assert says in message
+    assert message.count("\n") == 1
+
+
+def test_help_says_where_the_flags_of_train_py_go(capsys):
+    with pytest.raises(SystemExit):
+        against.main(["--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Flags of train.py follow after `--`, as in `-- --batch-size 4`." in said

@@ -2,6 +2,8 @@
 
 import json
 import math
+import resource
+import shlex
 from dataclasses import replace
 
 import pytest
@@ -15,8 +17,9 @@ from configs import load_config
 from data import load_tokenizer, tokenizer
 from model import GPT, ModelConfig
 from tools import convert, sample
-from tools.interchange import FAMILIES, their_config
+from tools.interchange import FAMILIES, resolved, their_config
 from tools.vocabulary import merges, recognize, tokenizer_files
+from training import checkpoint
 from training.checkpoint import about, load_model, model_weights, read_about, save_model
 
 SMALL = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 12, "vocab_size": 23}
@@ -211,19 +214,55 @@ def test_without_a_tokenizer_sampling_says_so(folder, capsys):
     assert read_about(folder)["tokenizer"] is None
 
 
+def command_printed(capsys) -> list[str]:
+    """The words of the command that a conversion recommends, after `python train.py`."""
+    program, script, *rest = shlex.split(capsys.readouterr().out.splitlines()[-1].partition("recipe: ")[2])
+    assert (program, script) == ("python", "train.py")
+    return rest
+
+
+@pytest.mark.parametrize(
+    "switches",
+    [
+        {},
+        {"mlp": "gelu", "head_dim": 8, "tie_embeddings": False, "mlp_hidden": 24},
+        LLAMA,
+        LLAMA | {"n_kv_head": 1, "bias": True, "rope_theta": 5e5, "norm_eps": 1e-6},
+        LLAMA | {"qk_norm": "head", "head_dim": 6},
+        LLAMA | {"qk_norm": "full", "placement": "output"},
+    ],
+)
+@pytest.mark.parametrize("recipe", ["quickstart", "shakespeare_char", "layout_qwen3", "layout_original"])
+def test_the_printed_flags_win_over_everything_that_a_recipe_says(switches, recipe, tmp_path, capsys):
+    """There and back; the recipes have biases, heads, MLPs and positions of their own."""
+    model = build(**switches)
+    (tmp_path / "ours").mkdir()
+    save_model(tmp_path / "ours", model_weights(model), about(model, None))
+    convert.main(["to-hf", str(tmp_path / "ours"), "-o", str(tmp_path / "hf")])
+    convert.main(["from-hf", str(tmp_path / "hf"), "-o", str(tmp_path / "back")])
+    words = command_printed(capsys)
+    assert words[0] == "configs/quickstart.toml"
+    found = load_config([f"configs/{recipe}.toml", *words[1:]])
+    assert found.start.init_from == str(tmp_path / "back")
+    of_a_run = {"dtype": "float32", "dropout": 0.0, "residual_dtype": "float32", "kernel": "auto"}
+    assert replace(found.model, **of_a_run) == load_model(tmp_path / "back").config
+    assert resolved(replace(found.model, **of_a_run)) == resolved(replace(model.config, **of_a_run))
+
+
 def test_train_starts_from_a_converted_model(tmp_path, capsys):
-    """With the flags that the conversion prints."""
+    """By the command that the conversion prints, for other data."""
     torch.save(nanogpt_checkpoint(bias=True), tmp_path / "ckpt.pt")
-    convert.main(["from-nanogpt", str(tmp_path / "ckpt.pt"), "-o", str(tmp_path / "ours")])
-    flags = capsys.readouterr().out.split("--init-from ")[1].split()[1:]
-    assert replace(load_config(flags).model, dtype="float32") == load_model(tmp_path / "ours").config
+    convert.main(["from-nanogpt", str(tmp_path / "ckpt.pt"), "-o", str(tmp_path / "my model")])
+    words = command_printed(capsys)
+    assert words[words.index("--init-from") + 1] == str(tmp_path / "my model")
     (tmp_path / "bard").mkdir()
     for part in ("train", "val"):
         torch.arange(400).remainder(23).to(torch.uint16).numpy().tofile(tmp_path / "bard" / f"{part}.bin")
     rest = "--max-iters 1 --lr 0 --min-lr 0 --warmup-iters 0 --batch-size 2 --eval-tokens 50 --wandb disabled"
-    rest += f" --device cpu --out-dir {tmp_path} --run-name fine --dataset {tmp_path}/bard"
-    train.main([*rest.split(), "--init-from", str(tmp_path / "ours"), *flags])
-    before, after = load_model(tmp_path / "ours"), load_model(tmp_path / "fine")
+    rest += f" --device cpu --out-dir {tmp_path} --dataset {tmp_path}/bard"
+    train.main([*words, *rest.split()])
+    assert "head_dim was" not in capsys.readouterr().out, "the numbers agree, so nothing is to be told"
+    before, after = load_model(tmp_path / "my model"), load_model(tmp_path / "quickstart")
     for name, tensor in model_weights(before).items():
         assert torch.equal(tensor, model_weights(after)[name]), name
 
@@ -240,13 +279,78 @@ def test_folders_that_hold_no_model_are_refused_in_one_sentence(tmp_path, capsys
     (tmp_path / "hf" / "config.json").write_text('{"model_type": "llama"}')
     (tmp_path / "hf" / "model.safetensors").write_bytes(b"nonsense")
     assert "model.safetensors cannot be read" in error_of(capsys, *command)
-    save_file({"a": torch.ones(1)}, tmp_path / "hf" / "model.safetensors")
+    save_file({"a": torch.ones(1), "b": torch.ones(1)}, tmp_path / "hf" / "model.safetensors")
     assert "config.json of a llama model lacks num_hidden_layers" in error_of(capsys, *command)
     (tmp_path / "hf" / "config.json").write_text(
         json.dumps(their_config(FAMILIES["llama"], ModelConfig(**SMALL | LLAMA)))
     )
     assert "lacks the weight embed_tokens.weight" in error_of(capsys, *command)
     assert not (tmp_path / "ours").exists()
+
+
+CONFIG = their_config(FAMILIES["llama"], ModelConfig(**SMALL | LLAMA))
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ([], "config.json holds no JSON object, but []"),
+        (5, "config.json holds no JSON object, but 5"),
+        ({"model_type": ["x"]}, "model_type is ['x']; the families that convert are gpt2, llama"),
+        ({"model_type": {}}, "model_type is {}; the families"),
+        (CONFIG | {"hidden_act": ["silu"]}, "hidden_act is ['silu']; what llama converts with is silu"),
+        (CONFIG | {"rope_parameters": 5}, "rope_parameters is 5, but it is an object"),
+        (CONFIG | {"mlp_bias": "no"}, "mlp_bias is 'no', but it is true or false"),
+        (CONFIG | {"vocab_size": 0}, "vocab_size is 0; it must be positive"),
+        (
+            CONFIG | {"num_hidden_layers": 99_999_999_999},
+            "n_layer is 99999999999, but there are only 3 weights",
+        ),
+        (CONFIG | {"hidden_size": 2**62}, "the model that the configuration describes is too large"),
+        (
+            CONFIG | {"num_hidden_layers": 1},
+            "weights that are no rows: layers.0.self_attn.q_proj.weight (16,",
+        ),
+    ],
+)
+def test_a_config_json_of_other_types_and_sizes_is_one_sentence(config, says, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    weights = {"embed_tokens.weight": torch.ones(23, 16), "layers.0.input_layernorm.weight": torch.ones(16)}
+    if config == CONFIG | {"num_hidden_layers": 1}:
+        weights |= {f"layers.0.self_attn.{n}_proj.weight": torch.ones(16, *[16] * (n == "q")) for n in "qkv"}
+    else:
+        weights["norm.weight"] = torch.ones(16)
+    save_file(weights, tmp_path / "model.safetensors")
+    assert says in error_of(capsys, "from-hf", tmp_path, "-o", tmp_path / "ours")
+    assert not (tmp_path / "ours").exists()
+
+
+@pytest.mark.parametrize(
+    ("index", "says"),
+    [
+        ([], "model.safetensors.index.json holds no JSON object, but []"),
+        ({}, "has no weight_map that gives the file of each weight"),
+        ({"weight_map": {"a": 5}}, "has no weight_map that gives the file of each weight"),
+        ({"weight_map": [1]}, "has no weight_map that gives the file of each weight"),
+        ({"weight_map": {"a": "\0"}}, "does not exist; weights are read from safetensors only"),
+    ],
+)
+def test_an_index_that_names_no_files_is_one_sentence(index, says, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    assert says in error_of(capsys, "from-hf", tmp_path, "-o", tmp_path / "ours")
+
+
+def test_a_tokenizer_json_of_another_shape_is_none_that_is_known(tmp_path):
+    for text in ("[]", "5", '{"added_tokens": 5}', "[" * 100_000):
+        (tmp_path / "tokenizer.json").write_text(text, encoding="utf-8")
+        assert recognize(tmp_path) == (None, "it has no tokenizer file that lists a vocabulary")
+
+
+def test_a_ckpt_whose_weights_are_no_tensors_is_refused(tmp_path, capsys):
+    torch.save(nanogpt_checkpoint(bias=False) | {"model": {"a": "b"}}, tmp_path / "ckpt.pt")
+    said = error_of(capsys, "from-nanogpt", tmp_path / "ckpt.pt", "-o", tmp_path / "ours")
+    assert "is not nanoGPT's ckpt.pt (TypeError)" in said
 
 
 def test_a_name_that_is_no_folder_is_looked_up_on_the_hub_and_says_so_without_one(
@@ -301,6 +405,46 @@ def test_a_write_that_fails_leaves_nothing_behind_and_what_was_there(folder, tmp
     monkeypatch.setattr(convert, "save_model", full)
     message = error_of(capsys, "ln-to-rms", folder, "-o", out, "--overwrite")
     assert "cannot be written: No space left on device" in message
+    assert (out / "model.safetensors").read_bytes() == before
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["ours", "out"]
+
+
+@pytest.fixture
+def full_disk():
+    """Lets files grow to so many bytes only; safetensors then has an error of its own kind."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("command", ["to-hf", "fold", "ln-to-rms"])
+@pytest.mark.parametrize("size", [0, 5000])
+def test_a_full_disk_is_one_sentence_and_costs_nothing(command, size, folder, tmp_path, capsys, full_disk):
+    out = tmp_path / "out"
+    convert.main(["fold", str(folder), "-o", str(out)])
+    before = (out / "model.safetensors").read_bytes()
+    assert len(before) > 5000
+    full_disk(size)
+    said = error_of(capsys, command, folder, "-o", out, "--overwrite")
+    full_disk(resource.RLIM_INFINITY)
+    assert f"{out} cannot be written: " in said
+    assert "None" not in said
+    assert (out / "model.safetensors").read_bytes() == before
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["ours", "out"]
+
+
+def test_a_disk_that_fails_at_the_last_moment_costs_nothing(folder, tmp_path, capsys, monkeypatch):
+    """When the old folder has already made room for the new one."""
+    out = tmp_path / "out"
+    convert.main(["fold", str(folder), "-o", str(out)])
+    before = (out / "model.safetensors").read_bytes()
+
+    def fails(path):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(checkpoint, "sync", fails)
+    said = error_of(capsys, "ln-to-rms", folder, "-o", out, "--overwrite")
+    assert f"{out} cannot be written: Input/output error" in said
     assert (out / "model.safetensors").read_bytes() == before
     assert sorted(f.name for f in tmp_path.iterdir()) == ["ours", "out"]
 

@@ -81,3 +81,31 @@ def test_each_fault_is_reported(changes, message):
     assert list(finding().faults()) == []
     (fault,) = finding(**changes).faults()
     assert fault.startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--dim", "0"), "argument --dim: 0 is not from 1 to 16384"),
+        (("--dim", "64", "16385"), "argument --dim: 16385 is not from 1 to 16384"),
+        (("--dim", "x"), "argument --dim: invalid integer value: 'x'"),
+        (("--arch", "12"), "argument --arch: invalid choice: 12 (choose from"),
+        (("--jobs", "0"), "argument --jobs: 0 is not from 1 to 1024"),
+    ],
+)
+def test_a_mistake_is_one_sentence(flags, says, capsys, monkeypatch):
+    monkeypatch.setattr(aot, "INTERPRETED", False)
+    monkeypatch.setattr(aot, "ProcessPoolExecutor", lambda *_: pytest.fail("it has begun"))
+    with pytest.raises(SystemExit) as stopped:
+        aot.main(flags)
+    assert stopped.value.code == 2
+    assert f"python -m kernels.aot: error: {says}" in capsys.readouterr().err
+
+
+def test_help_says_what_the_numbers_are(capsys):
+    with pytest.raises(SystemExit):
+        aot.main(["--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "--arch SM [SM ...] architectures, of 80, 86," in said
+    assert "(default 80, 90, 100)" in said
+    assert "--dim D [D ...] row lengths, from 1 to 16384 (default 64, 768, 1024, 4096, 8192)" in said

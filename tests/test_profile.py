@@ -1,6 +1,8 @@
 """FLOPs against the formula, the classes of a step's time, and the arithmetic of ratios."""
 
 import json
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -148,10 +150,36 @@ def test_the_table_of_switches_has_every_combination(recipe):
     [
         (("--rounds", "1"), "--rounds is 1; quartiles want at least 2"),
         (("--show", "logging", "--picture", "p.png"), "--picture shows the classes, not logging"),
+        (("--picture", "p.jpg"), "--picture wants a .png or an .svg, not '.jpg'"),
+        (
+            ("--picture", "/nonexistent/x.png"),
+            "--picture /nonexistent/x.png cannot be written: there is no folder /nonexistent",
+        ),
+        (
+            ("--json", "/nonexistent/x"),
+            "--json /nonexistent/x cannot be written: there is no folder /nonexistent",
+        ),
+        (("--json", "tests"), "--json tests is a folder; name a file"),
     ],
 )
-def test_a_mistake_is_one_sentence(recipe, flags, says, capsys):
+def test_a_mistake_is_one_sentence_before_anything_is_measured(recipe, flags, says, capsys, monkeypatch):
+    monkeypatch.setattr(profile, "measure", lambda *_: pytest.fail("it has begun"))
     with pytest.raises(SystemExit) as stopped:
         profile.main([str(recipe), *flags])
     assert stopped.value.code == 2
     assert capsys.readouterr().err == f"error: {says}\n"
+
+
+def test_the_terminal_has_the_table_alone(recipe):
+    """Without the notes of PyTorch's profiler, in a process of its own, as they are settled once."""
+    command = [sys.executable, "-m", "tools.profile", str(recipe), "--rounds", "2", "--no-compiled"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.split()[:3] == ["FLOPs", "torch", "eager"]
+
+
+def test_help_says_where_the_flags_of_train_py_go(capsys):
+    with pytest.raises(SystemExit):
+        profile.main(["--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Flags of train.py follow after `--`, as in `-- --batch-size 4`." in said

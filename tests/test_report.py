@@ -2,8 +2,11 @@
 
 import json
 import math
+import os
 import re
+import resource
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -106,6 +109,28 @@ def test_differences_and_finals(tmp_path):
     }
 
 
+def test_a_field_that_is_newer_than_a_run_had_todays_default_in_it(tmp_path):
+    """So it differs where another run sets it, and only there; a number that is not given is a dash in all."""
+    runs = [write_run(tmp_path / name, n_head=4) for name in ("old", "new")]
+    text = (runs[0] / "config.toml").read_text(encoding="utf-8")
+    assert "activation_checkpointing = false\n" in text
+    text = text.replace("activation_checkpointing = false\n", "").replace('norm = "layernorm"\n', "")
+    (runs[0] / "config.toml").write_text(text, encoding="utf-8")
+    assert differences(load_runs(runs)) == {}
+    text = (runs[1] / "config.toml").read_text(encoding="utf-8")
+    text = text.replace('norm = "layernorm"\n', 'norm = "rmsnorm"\nn_kv_head = 2\n')
+    (runs[1] / "config.toml").write_text(text, encoding="utf-8")
+    assert differences(load_runs(runs)) == {"norm": ["layernorm", "rmsnorm"], "n_kv_head": ["-", "2"]}
+
+
+def test_the_runs_of_the_readme_do_not_differ_in_what_was_added_since(tmp_path):
+    (old,) = load_runs(["docs/runs/pre"])
+    new = replace(Config(), "model", **old.config["model"])
+    (tmp_path / "config.toml").write_text(to_toml(new), encoding="utf-8")
+    (tmp_path / "metrics.jsonl").write_text('{"iter": 0}\n', encoding="utf-8")
+    assert "activation_checkpointing" not in differences([old, *load_runs([tmp_path])])
+
+
 def test_twenty_runs_have_twenty_lines():
     assert len({(COLOURS[i % len(COLOURS)], DASHES[i % len(DASHES)]) for i in range(20)}) == 20
 
@@ -118,6 +143,16 @@ def test_numbers_on_the_page():
         3,
         1.2346e-7,
     ]
+
+
+def test_a_loss_on_the_page_is_rounded_once(tmp_path):
+    """2.51054 with five digits is 2.5105, and that with four would be 2.510 or 2.511."""
+    (run,) = load_runs([write_run(tmp_path / "a")])
+    run.rows[-1]["val/loss"] = 2.51054
+    (found,) = page_data([run])["runs"]
+    assert (found["finals"]["val loss"], found["loss"]["val"][1][-1]) == (2.51054, 2.5105)
+    run.rows[-1]["val/loss"] = math.inf
+    assert page_data([run])["runs"][0]["finals"]["best val loss"] == 3.5
 
 
 def test_deep_and_many_runs_stay_small(tmp_path):
@@ -133,9 +168,9 @@ def test_the_table_marks_what_grew_more_than_tenfold(tmp_path):
     assert lines[0].split("  ")[-1].strip() == "largest logit"
     assert [line.split()[0] for line in lines[1:]] == depth_names(3)
     assert re.search(
-        r"layer_01\.attn +4 → 80 +0\.25 → 0\.25 +0\.5 → 8  stream RMS x20  largest logit x16$", lines[4]
+        r"layer_01\.attn +4 -> 80 +0\.25 -> 0\.25 +0\.5 -> 8  stream RMS x20  largest logit x16$", lines[4]
     )
-    assert lines[1].endswith("1 → 1                        stream RMS x20")
+    assert lines[1].endswith("1 -> 1                        stream RMS x20")
 
 
 def test_the_table_of_a_deep_model_is_short_and_keeps_the_ends_and_the_marks(tmp_path):
@@ -153,6 +188,20 @@ def test_the_table_of_a_deep_model_is_short_and_keeps_the_ends_and_the_marks(tmp
     assert len(shown) <= 14
 
 
+def metrics(folder: Path, line: str) -> Path:
+    """The run `pre` with this line after its first."""
+    file = folder / "pre" / "metrics.jsonl"
+    first = file.read_text(encoding="utf-8").splitlines()[0]
+    file.write_text(f"{first}\n{line}\n", encoding="utf-8")
+    return file.parent
+
+
+def recipe(folder: Path, text: str) -> Path:
+    """The run `pre` with another config.toml."""
+    (folder / "pre" / "config.toml").write_text(text, encoding="utf-8")
+    return folder / "pre"
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -163,7 +212,26 @@ def test_the_table_of_a_deep_model_is_short_and_keeps_the_ends_and_the_marks(tmp
             lambda f: [((f / "pre" / "metrics.jsonl").write_text("") and None) or f / "pre"],
             "recorded nothing yet",
         ),
-        (lambda f: [(f / "pre" / "metrics.jsonl").write_text("{oh\n") and f / "pre"], "cannot be read"),
+        (lambda f: [metrics(f, "{oh")], "cannot be read"),
+        (lambda f: [metrics(f, "[" * 100_000)], "cannot be read"),
+        (lambda f: [metrics(f, "5")], "metrics.jsonl, line 2: this is no object of numbers with iter"),
+        (lambda f: [metrics(f, "{}")], "metrics.jsonl, line 2: this is no object of numbers with iter"),
+        (lambda f: [metrics(f, '{"iter": "7"}')], "line 2: this is no object of numbers with iter"),
+        (
+            lambda f: [metrics(f, '{"iter": 7, "train/loss": "x"}')],
+            "metrics.jsonl, line 2: train/loss is 'x', but it is a number or null",
+        ),
+        (lambda f: [recipe(f, "")], "config.toml is not a run's: n_layer under [model] is missing"),
+        (lambda f: [recipe(f, "model = 5")], "config.toml is not a run's: model is 5, but it is a table"),
+        (lambda f: [recipe(f, "[tool.ruff]\nx = 1")], "n_layer under [model] is missing"),
+        (lambda f: [recipe(f, "[model]\nn_layer = 'x'")], "n_layer under [model] is 'x'"),
+        (
+            lambda f: [recipe(f, "[model]\nn_layer = 1\nblock_size = 2")],
+            "batch_size under [optim] is missing",
+        ),
+        (lambda f: [f / "pre", "-o", str(f)], "cannot be written: Is a directory"),
+        (lambda f: [f / "pre", "-o", str(f / "pre" / "config.toml" / "r.html")], "cannot be written: "),
+        (lambda f: [f / "pre", "--png", str(f / "pre" / "config.toml" / "png")], "cannot be made: "),
     ],
 )
 def test_mistakes_are_one_sentence(make, words, tmp_path, capsys):
@@ -171,7 +239,74 @@ def test_mistakes_are_one_sentence(make, words, tmp_path, capsys):
     with pytest.raises(SystemExit) as end:
         main([str(path) for path in make(tmp_path)])
     assert end.value.code == 2
-    assert words in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert words in message
+    assert message.count("\n") == 1
+
+
+def test_places_of_other_names_stand_apart(tmp_path):
+    assert height("layer_x.attn")[0] == math.inf
+
+
+@pytest.fixture
+def full_disk():
+    """Lets files grow to so many bytes only."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("flags", [["-o", "report.html"], ["--png", "."]])
+def test_a_full_disk_is_told_by_name_and_keeps_the_old_report(
+    flags, tmp_path, capsys, full_disk, monkeypatch
+):
+    run = str(write_run(tmp_path / "a"))
+    monkeypatch.chdir(tmp_path)
+    name = "report.html" if flags[0] == "-o" else "overview.png"
+    (tmp_path / name).write_text("an older one", encoding="utf-8")
+    full_disk(2000)
+    with pytest.raises(SystemExit) as end:
+        main([run, *flags])
+    full_disk(resource.RLIM_INFINITY)
+    assert end.value.code == 2
+    assert capsys.readouterr().err == f"error: {name} cannot be written: File too large\n"
+    assert (tmp_path / name).read_text(encoding="utf-8") == "an older one"
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(["a", name])
+
+
+def test_a_link_to_a_report_stays_one(tmp_path):
+    (tmp_path / "link.html").symlink_to(tmp_path / "real.html")
+    main([str(write_run(tmp_path / "a")), "-o", str(tmp_path / "link.html")])
+    assert (tmp_path / "link.html").is_symlink()
+    assert (tmp_path / "real.html").stat().st_size > 100_000
+
+
+@pytest.mark.parametrize(
+    ("into", "code", "says"),
+    [
+        ("| true", 0, ""),
+        ("> /dev/full", 2, "error: standard output cannot be written: No space left on device\n"),
+        ("| cat", 0, ""),
+    ],
+)
+def test_the_table_through_a_pipe_or_onto_a_full_disk(into, code, says, tmp_path):
+    """With a terminal that knows ASCII only."""
+    runs = " ".join(str(write_run(tmp_path / f"ä{i}", n_layer=96)) for i in range(20))
+    command = f"set -o pipefail; {sys.executable} -m tools.report {runs} --text {into}"
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (code, says)
+    if into == "| cat":
+        assert done.stdout.startswith("?0\n")
+        assert done.stdout.count("4 -> 80") == 20
+
+
+def test_help_says_what_to_name(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    said = capsys.readouterr().out
+    assert "[-h] RUN [RUN ...] [-o STR]" in said
+    assert "(default: )" not in said
 
 
 @pytest.mark.parametrize(("module", "flags"), [("plotly", []), ("matplotlib", ["--png"])])
@@ -288,6 +423,12 @@ def charts(tab) -> dict[str, int]:
 @pytest.mark.parametrize(("width", "scheme"), [(390, "light"), (1440, "dark")])
 def test_the_page_in_a_browser(width, scheme, browser, tmp_path):
     runs = [str(write_run(tmp_path / p, placement=p, n_head=4, cut=p == "post")) for p in PLACEMENTS]
+    lines = (
+        Path(runs[0], "metrics.jsonl")
+        .read_text(encoding="utf-8")
+        .replace('"val/loss": 3.0', '"val/loss": 2.51054')
+    )
+    Path(runs[0], "metrics.jsonl").write_text(lines, encoding="utf-8")
     main([*runs, "-o", str(tmp_path / "report.html")])
     tab, faults, requests = opened(browser, tmp_path / "report.html", width, scheme)
     everything = {"loss": 8, **{f"heat-{i}": 1 for i in range(4)}}
@@ -297,6 +438,9 @@ def test_the_page_in_a_browser(width, scheme, browser, tmp_path):
     ground = tab.evaluate("getComputedStyle(document.body).backgroundColor")
     assert ground == {"light": "rgb(255, 255, 255)", "dark": "rgb(20, 23, 27)"}[scheme]
     assert tab.locator("#table tr").count() == 5
+    chips = tab.locator("#runs small").all_inner_texts()
+    assert chips == ["2.511", "3", "3", "3"]
+    assert [row.split("\t")[3] for row in tab.locator("#table").inner_text().splitlines()[1:]] == chips
     assert tab.locator("#table").inner_text().count("sandwich") == 2
     assert (faults, requests) == ([], [(tmp_path / "report.html").as_uri()])
     tab.close()

@@ -16,6 +16,7 @@ set. Prints one line of JSON:
 """
 
 import contextlib
+import dataclasses
 import importlib.util
 import json
 import multiprocessing
@@ -33,9 +34,10 @@ import torch
 import tyro
 from pydantic.dataclasses import dataclass
 
-from configs import STRICT, Config, ConfigError, command_line, load_config, replace, user_error
+from configs import STRICT, Config, ConfigError, command_line, load_config, replace, require, user_error
 from data import DataError, Dataset, open_dataset
 from tools import throughput
+from tools.output import say
 from training.clock import flops_per_token, peak_flops
 from training.dataset import open_data
 from training.runtime import Runtime, accumulation, choose_device, start
@@ -43,11 +45,12 @@ from training.trainer import Trainer
 
 WARM_UP = 3  # optimizer steps before the first round
 RANDOM_TOKENS = 2**22
+SHAPE = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "dropout", "bias")  # of GPTConfig
 
 
 @dataclass(frozen=True, config=STRICT)
 class Options:
-    """Tokens per second against nanoGPT's."""
+    """Tokens per second against nanoGPT's. Flags of train.py follow after `--`, as in `-- --batch-size 4`."""
 
     recipe: tyro.conf.Positional[str]
     """A recipe, as for train.py."""
@@ -62,17 +65,26 @@ class Options:
 
     def __post_init__(self):
         throughput.check_rounds(self.rounds)
+        require(self.steps >= 1, f"--steps is {self.steps}; a turn wants at least 1")
 
 
 def load_nanogpt(folder: str) -> ModuleType:
-    """The checkout's model.py. Raises ConfigError if there is none."""
+    """The checkout's model.py. Raises ConfigError if there is none, or it is not nanoGPT's."""
     path = Path(folder) / "model.py"
     if not path.is_file():
         raise ConfigError(f"--nanogpt: {path} does not exist")
     spec = importlib.util.spec_from_file_location("nanogpt_model", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules["nanogpt_model"] = module
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+        have = {f.name for f in dataclasses.fields(module.GPTConfig)} | set(dir(module.GPT))
+    except (Exception, SystemExit) as e:  # it is a program like any other
+        why = f"{type(e).__name__}: {e}".partition("\n")[0]
+        raise ConfigError(f"--nanogpt: {path} is not nanoGPT's model.py ({why})") from None
+    missing = [name for name in (*SHAPE, "configure_optimizers") if name not in have]
+    if missing:
+        raise ConfigError(f"--nanogpt: {path} is not nanoGPT's model.py: it has no {missing[0]}")
     return module
 
 
@@ -84,8 +96,7 @@ class Peer(Trainer):
         self.accumulation, self.micro_batch = accumulation(config, runtime.world)
         self.open(dataset)
         device, optim = runtime.device.type, config.optim
-        names = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "dropout", "bias")
-        shape = module.GPTConfig(**{name: getattr(config.model, name) for name in names})
+        shape = module.GPTConfig(**{name: getattr(config.model, name) for name in SHAPE})
         self.model = module.GPT(shape).to(runtime.device)
         betas = (optim.beta1, optim.beta2)
         self.optimizer = self.model.configure_optimizers(optim.weight_decay, optim.lr, betas, device)
@@ -209,7 +220,7 @@ def main(argv: Sequence[str]) -> None:
     try:
         end = argv.index("--") if "--" in argv else len(argv)
         options = command_line(Options, argv[:end], "python -m tools.against_nanogpt")
-        print(json.dumps(compare(options, load_config([options.recipe, *argv[end + 1 :]]))))
+        say(json.dumps(compare(options, load_config([options.recipe, *argv[end + 1 :]]))))
     except (ConfigError, DataError) as e:
         user_error(str(e))
 

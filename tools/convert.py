@@ -2,7 +2,7 @@
 
 python -m tools.convert from-hf openai-community/gpt2 -o out/gpt2
 python -m tools.convert from-nanogpt ckpt.pt -o out/nano --tokenizer gpt2
-python -m tools.convert to-hf out/run -o exported
+python -m tools.convert to-hf out/run -o out/exported
 python -m tools.convert fold out/run -o out/run-folded
 python -m tools.convert ln-to-rms out/run -o out/run-rms
 
@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import json
 import re
+import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -39,9 +40,12 @@ from tools.interchange import (
     family_of,
     our_config,
     our_weights,
+    resolved,
+    sketch,
     their_config,
     their_weights,
 )
+from tools.output import say
 from tools.vocabulary import FILES, SIZES, recognize, tokenizer_files
 from training.checkpoint import (
     CheckpointError,
@@ -54,6 +58,7 @@ from training.checkpoint import (
     writing,
 )
 
+OF_A_RUN = ("dropout", "dtype", "residual_dtype", "kernel")  # fields that do not say which model it is
 Source = tyro.conf.Positional[str]
 Output = Annotated[str, tyro.conf.arg(aliases=["-o"])]
 
@@ -128,9 +133,9 @@ def from_hf(options: FromHf) -> None:
     tokenizer, why_not = recognize(folder)
     with written(options, folder) as out:
         save(out, config, weights, tokenizer)
-    print(f"{options.out}: a {family.name} model, {summary(config)}")
-    print(f"tokenizer {tokenizer['name']}" if tokenizer else f"no tokenizer: {why_not}")
-    print(f"finetune with: python train.py ... --init-from {options.out} {flags(config)}")
+    say(f"{options.out}: a {family.name} model, {summary(config)}")
+    say(f"tokenizer {tokenizer['name']}" if tokenizer else f"no tokenizer: {why_not}")
+    say(f"finetune, with this or another recipe: {finetuning(options.out, config)}")
 
 
 def from_nanogpt(options: FromNanogpt) -> None:
@@ -139,8 +144,8 @@ def from_nanogpt(options: FromNanogpt) -> None:
     tokenizer = named_tokenizer(options, config.vocab_size)
     with written(options, Path(options.source)) as out:
         save(out, config, weights, tokenizer)
-    print(f"{options.out}: a nanoGPT model, {summary(config)}")
-    print(f"finetune with: python train.py ... --init-from {options.out} {flags(config)}")
+    say(f"{options.out}: a nanoGPT model, {summary(config)}")
+    say(f"finetune, with this or another recipe: {finetuning(options.out, config)}")
 
 
 def to_hf(options: ToHf) -> None:
@@ -155,8 +160,7 @@ def to_hf(options: ToHf) -> None:
         for name, text in files.items():
             (out / name).write_text(text, encoding="utf-8")
         save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
-    print(f"{options.out}: a {family.name} model for transformers, {summary(model.config)}")
-    print(note)
+    say(f"{options.out}: a {family.name} model for transformers, {summary(model.config)}\n{note}")
 
 
 def rewrite(options: Fold | LnToRms) -> None:
@@ -165,7 +169,7 @@ def rewrite(options: Fold | LnToRms) -> None:
     converted = convert(model)
     with written(options, path) as out:
         save(out, converted.config, converted.weights, meta)
-    print("\n".join([f"{options.out}: {summary(converted.config)}", *converted.notes]))
+    say("\n".join([f"{options.out}: {summary(converted.config)}", *converted.notes]))
 
 
 def load(options: Ours) -> tuple[GPT, dict | None, Path]:
@@ -175,11 +179,10 @@ def load(options: Ours) -> tuple[GPT, dict | None, Path]:
 
 
 def into_ours(family: Family, theirs: dict[str, Any], weights: Weights) -> tuple[ModelConfig, Weights]:
-    """Their model as ours, every shape checked."""
-    config = our_config(family, theirs)
+    """Their model as ours, every shape checked, and every number of its configuration given."""
+    config = ModelConfig(**resolved(our_config(family, theirs)))
     weights = our_weights(family, config, theirs, weights)
-    with torch.device("meta"):
-        check_weights(GPT(config), weights, "the converted model")
+    check_weights(sketch(config, weights), weights, "the converted model")
     return config, weights
 
 
@@ -236,11 +239,14 @@ def local_folder(source: str) -> Path:
 
 def read_json(file: Path) -> dict[str, Any]:
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        found = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{file} does not exist, so {file.parent} holds no model of transformers") from None
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, RecursionError) as e:
         raise ConfigError(f"{file} cannot be read: {e}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{file} holds no JSON object, but {str(found)[:40]}")
+    return found
 
 
 def read_safetensors(folder: Path) -> Weights:
@@ -248,7 +254,11 @@ def read_safetensors(folder: Path) -> Weights:
     index = folder / "model.safetensors.index.json"
     names = ["model.safetensors"]
     if index.exists():
-        names = sorted(set(read_json(index).get("weight_map", {}).values()))
+        table = read_json(index).get("weight_map")
+        found = list(table.values()) if isinstance(table, dict) else []
+        if not found or not all(isinstance(name, str) for name in found):
+            raise ConfigError(f"{index} has no weight_map that gives the file of each weight")
+        names = sorted(set(found))
     weights: Weights = {}
     for name in names:
         try:
@@ -273,6 +283,8 @@ def read_nanogpt(file: Path) -> tuple[dict[str, Any], Weights]:
         theirs = {name: args[name] for name in ("n_layer", "n_head", "n_embd", "vocab_size")}
         theirs |= {"n_positions": args["block_size"], "bias": args.get("bias", True)}
         weights = {name.removeprefix("_orig_mod."): t for name, t in weights.items()}
+        if not all(isinstance(t, torch.Tensor) for t in weights.values()):
+            raise TypeError
     except FileNotFoundError:
         raise ConfigError(f"{file} does not exist") from None
     except Exception as e:  # torch.load raises nearly anything on a file that is not what it expects
@@ -293,16 +305,26 @@ def check_free(options: Target) -> None:
 
 @contextlib.contextmanager
 def written(options: Target, source: Path) -> Iterator[Path]:
-    """A folder to write into, which becomes `options.out` when all is written. Raises ConfigError."""
+    """A folder to write into, which becomes `options.out` when all is written. Raises ConfigError.
+
+    What `options.out` held is moved aside for that, and back if it fails.
+    """
     out = Path(options.out)
     if out.resolve() in (source.resolve(), *source.resolve().parents):
         raise ConfigError(f"--out {out} holds what is being converted; choose another folder")
+    aside = out.with_name(f".replaced_{out.name}")
     try:
         with writing(out) as folder:
             yield folder
-            shutil.rmtree(out, ignore_errors=True)
-    except OSError as e:
-        raise ConfigError(f"{out} cannot be written: {e.strerror}") from None
+            if out.exists():
+                shutil.rmtree(aside, ignore_errors=True)
+                out.replace(aside)
+    except (SafetensorError, OSError) as e:  # how safetensors and everything else report a full disk
+        raise ConfigError(f"{out} cannot be written: {getattr(e, 'strerror', None) or e}") from None
+    finally:
+        if aside.exists() and not out.exists():
+            aside.replace(out)
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def summary(config: ModelConfig) -> str:
@@ -312,11 +334,11 @@ def summary(config: ModelConfig) -> str:
     )
 
 
-def flags(config: ModelConfig) -> str:
-    """The model's flags of train.py, as far as they are not the defaults."""
-    values = {f.name: getattr(config, f.name) for f in dataclasses.fields(ModelConfig)}
-    changed = {f.name for f in dataclasses.fields(ModelConfig) if values[f.name] != f.default}
-    return " ".join(flags_of({name: v for name, v in values.items() if name in changed | {"vocab_size"}}))
+def finetuning(out: str, config: ModelConfig) -> str:
+    """The command that trains on, with every flag of the architecture: a recipe has values of its own for them."""
+    values = {name: v for name, v in resolved(config).items() if name not in OF_A_RUN}
+    recipe = ["configs/quickstart.toml", "--run-name", "auto"]
+    return shlex.join(["python", "train.py", *recipe, "--init-from", out, *flags_of(values)])
 
 
 COMMANDS = {FromHf: from_hf, FromNanogpt: from_nanogpt, ToHf: to_hf, Fold: rewrite, LnToRms: rewrite}

@@ -226,7 +226,7 @@ def get(table: dict, path: str, default: Any = None) -> Any:
 def family_of(theirs: dict[str, Any]) -> Family:
     """The family of a config.json. Raises ConfigError for one that is not among the four."""
     kind = theirs.get("model_type")
-    if kind not in FAMILIES:
+    if kind not in list(FAMILIES):  # which a list in the file can be compared with
         raise ConfigError(f"model_type is {kind!r}; the families that convert are {', '.join(FAMILIES)}")
     return FAMILIES[kind]
 
@@ -240,8 +240,11 @@ def our_config(family: Family, theirs: dict[str, Any]) -> ModelConfig:
             raise ConfigError(f"{name} is {value!r}, which this repository's model cannot express")
     key, known = family.activation
     kind = theirs.get(key, next(iter(known)))
-    if kind not in known:
+    if kind not in list(known):
         raise ConfigError(f"{key} is {kind!r}; what {family.name} converts with is {', '.join(known)}")
+    for name in filter(lambda name: isinstance(name, str), family.biased.values()):
+        if not isinstance(theirs.get(name, False), bool):
+            raise ConfigError(f"{name} is {theirs[name]!r}, but it is true or false")
     values = {}
     for ours, name in family.fields.items():
         values[ours] = get(theirs, name, family.defaults.get(name, dataclasses.MISSING))
@@ -257,7 +260,10 @@ def our_config(family: Family, theirs: dict[str, Any]) -> ModelConfig:
 def modern_rope(theirs: dict[str, Any]) -> dict[str, Any]:
     """The configuration with transformers 4's rope_theta under rope_parameters, where version 5 has it."""
     old = {"rope_theta": theirs["rope_theta"]} if "rope_theta" in theirs else {}
-    return theirs | {"rope_parameters": old | (theirs.get("rope_parameters") or {})}
+    new = theirs.get("rope_parameters") or {}
+    if not isinstance(new, dict):
+        raise ConfigError(f"rope_parameters is {new!r}, but it is an object")
+    return theirs | {"rope_parameters": old | new}
 
 
 def has_bias(family: Family, ours: str, theirs: dict[str, Any]) -> bool:
@@ -274,8 +280,7 @@ def our_weights(family: Family, config: ModelConfig, theirs: dict[str, Any], wei
     rest = {n.removeprefix(family.prefix): t for n, t in weights.items() if not n.endswith(BUFFERS)}
     if config.tie_embeddings:
         rest.pop("lm_head.weight", None)
-    with torch.device("meta"):
-        own = dict(GPT(config).named_parameters())
+    own = dict(sketch(config, weights).named_parameters())
     ours = {}
     for table_name, module, names in modules(family, config):
         for kind in ("weight", "bias"):
@@ -283,16 +288,35 @@ def our_weights(family: Family, config: ModelConfig, theirs: dict[str, Any], wei
             if param is None:
                 continue
             if kind == "bias" and not has_bias(family, table_name, theirs):
-                ours[f"{module}.bias"] = torch.zeros(param.shape)
+                ours[f"{module}.bias"] = torch.zeros(len(ours[f"{module}.weight"]))
                 continue
             missing = [f"{name}.{kind}" for name in names if f"{name}.{kind}" not in rest]
             if missing:
                 raise ConfigError(f"the {family.name} model lacks the weight {missing[0]}")
             value = [stored(family, table_name, rest.pop(f"{name}.{kind}")).float() for name in names]
-            ours[f"{module}.{kind}"] = torch.cat(value)
+            try:
+                ours[f"{module}.{kind}"] = torch.cat(value)
+            except RuntimeError:
+                shapes = ", ".join(
+                    f"{name}.{kind} {tuple(t.shape)}" for name, t in zip(names, value, strict=True)
+                )
+                raise ConfigError(f"the {family.name} model has weights that are no rows: {shapes}") from None
     if rest:
         raise ConfigError(f"the {family.name} model has a weight {min(rest)}, for which there is no place")
     return ours
+
+
+def sketch(config: ModelConfig, weights: Weights) -> GPT:
+    """Our model on the meta device. Raises ConfigError where it cannot be the one that has these weights."""
+    if not config.vocab_size:
+        raise ConfigError("vocab_size is 0; it must be positive")
+    if config.n_layer > len(weights):
+        raise ConfigError(f"n_layer is {config.n_layer}, but there are only {len(weights)} weights")
+    try:
+        with torch.device("meta"):
+            return GPT(config)
+    except (RuntimeError, OverflowError, TypeError):
+        raise ConfigError("the model that the configuration describes is too large") from None
 
 
 def stored(family: Family, ours: str, t: Tensor) -> Tensor:

@@ -12,11 +12,14 @@ A compiled step cannot be split up like this on the CPU: what was fused stands u
 
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own notes; read when torch is loaded
 
 import torch
 import tyro
@@ -30,6 +33,7 @@ from configs import STRICT, Config, ConfigError, command_line, load_config, repl
 from data import DataError
 from model import GPT, Norm
 from tools import logging_cost
+from tools.output import check_writable, new_file, say
 from tools.throughput import Steps, check_rounds, in_turn, lines, matrix_rate, relative, switches, synchronize
 
 CLASSES = (
@@ -62,7 +66,7 @@ NORM_FLOPS = {"layernorm": 16, "rmsnorm": 12, "batchnorm": 16}  # operations per
 
 @dataclass(frozen=True, config=STRICT)
 class Options:
-    """Where the time of a training step goes."""
+    """Where the time of a training step goes. Flags of train.py follow after `--`, as in `-- --batch-size 4`."""
 
     recipe: tyro.conf.Positional[str]
     """A recipe, as for train.py."""
@@ -80,6 +84,10 @@ class Options:
     def __post_init__(self):
         check_rounds(self.rounds)
         require(not self.picture or self.show == "classes", f"--picture shows the classes, not {self.show}")
+        kind = Path(self.picture).suffix
+        require(
+            not self.picture or kind in (".png", ".svg"), f"--picture wants a .png or an .svg, not {kind!r}"
+        )
 
 
 @contextlib.contextmanager
@@ -237,25 +245,26 @@ def measure(config: Config, rounds: int, compiled: bool) -> dict[str, Any]:
     }
 
 
-def tell(found: dict[str, Any]) -> None:
+def table(found: dict[str, Any]) -> Iterator[str]:
+    """What `measure` has found, line by line."""
     names = list(found["time_share"])
-    print(f"{'':20}{'FLOPs':>10}" + "".join(f"{n:>12}" for n in names))
+    yield (f"{'':20}{'FLOPs':>10}" + "".join(f"{n:>12}" for n in names))
     for name in CLASSES:
         shares = [found["time_share"][n].get(name) for n in names]
         if any(shares) or name in found["flops_share"]:
             of_flops = found["flops_share"].get(name)
             row = [f"{of_flops:>10.2%}" if of_flops is not None else f"{'':>10}"]
-            print(f"{name:20}" + "".join(row + [f"{s:>12.1%}" if s else f"{'-':>12}" for s in shares]))
+            yield (f"{name:20}" + "".join(row + [f"{s:>12.1%}" if s else f"{'-':>12}" for s in shares]))
     speed = (f"{found['speed'][n]['ratio']:>12.2f}" for n in names)
-    print(f"{'speed':20}{'':>10}" + "".join(speed))
-    print(
+    yield (f"{'speed':20}{'':>10}" + "".join(speed))
+    yield (
         f"\nif norms and joins were free, a step would be {found['ceiling_if_norms_were_free']:.3f} times as fast; "
         f"at half their time, {found['ceiling_if_norms_took_half']:.3f} times\n"
         f"a step reaches {found['share_of_matrix_rate']:.1%} of the rate of a large {found['dtype']} matrix product"
     )
 
 
-def draw(found: dict[str, Any], path: str) -> None:
+def draw(found: dict[str, Any], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -279,21 +288,25 @@ def main(argv: Sequence[str]) -> None:
     try:
         end = argv.index("--") if "--" in argv else len(argv)
         options = command_line(Options, argv[:end], "python -m tools.profile")
+        check_writable("--json", options.json)
+        check_writable("--picture", options.picture)
         config = load_config([options.recipe, *argv[end + 1 :]])
         if options.show == "switches":
             found = switches(config, options.rounds)
-            print("\n".join(lines(found)))
+            say("\n".join(lines(found)))
         elif options.show == "logging":
             cost = logging_cost.measure(config, options.rounds)
             found = asdict(cost) | {"share": cost.share}
-            print(cost)
+            say(str(cost))
         else:
             found = measure(config, options.rounds, options.compiled)
-            tell(found)
+            say("\n".join(table(found)))
             if options.picture:
-                draw(found, options.picture)
+                with new_file(Path(options.picture)) as file:
+                    draw(found, file)
         if options.json:
-            Path(options.json).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            with new_file(Path(options.json)) as file:
+                file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     except (ConfigError, DataError) as e:
         user_error(str(e))
 

@@ -5,13 +5,16 @@
 
 Each cell is one run of train.py on one thread, as many at once as there are cores. A cell that has finished is
 not run again, so the same command goes on after an interruption; `--cell` repeats one and says whether its
-loss is the same to the last bit. The table, the curves and a picture go to docs/study/; the runs, and a report page
-of each setting at its best learning rate, to out/.
+loss is the same to the last bit. The runs, a report page of each setting at its best learning rate, the table, the
+curves and a picture go to out/NAME/; `--docs` takes the last three elsewhere.
 """
 
+import importlib.util
 import itertools
 import json
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -39,12 +42,16 @@ from configs import (
 )
 from data import DataError, ensure_prepared
 from tools import study_results
+from tools.output import new_file, say
 from tools.report.page import page
 from tools.report.runs import load_runs
 from training.divergence import EXIT_CODE as DIVERGED
 from training.tracker import read_metrics
 
 MOST_RUNS = 20  # that one page can show
+TRAIN = Path(__file__).parents[1] / "train.py"
+RESULT = {"cell", "diverged", "seconds", "val_loss", "curve", "max_grad_norm", "recipe"}
+LONGEST_NAME = 200  # of a folder; file systems allow 255 bytes
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -57,8 +64,8 @@ class Options:
     """Runs at once; 0 takes the number of cores."""
     out: str = ""
     """Folder of the runs; out/NAME if not given."""
-    docs: str = "docs/study"
-    """Folder of the results, NAME.json, NAME.md and NAME.png."""
+    docs: str = ""
+    """Folder of the results, NAME.json, NAME.md and NAME.png; out/NAME if not given."""
     cell: str = ""
     """Repeat this one cell and compare."""
 
@@ -77,39 +84,52 @@ class Study:
         self.grid = check_grid(tables.pop(GRID, None), recipe)
         self.settings = json.dumps(tables, sort_keys=True)  # what a result depends on besides its cell
         combinations = itertools.product(*self.grid.values())
-        cells = (dict(zip(self.grid, values, strict=True)) for values in combinations)
-        self.cells = {"+".join(f"{k}={v}" for k, v in cell.items()): cell for cell in cells}
-        for cell in self.cells.values():
-            load_config([str(recipe), *flags_of(cell)])  # a mistake is told before anything runs
+        cells = [dict(zip(self.grid, values, strict=True)) for values in combinations]
+        self.cells = {name_of(cell): cell for cell in cells}
+        if len(self.cells) < len(cells) or max(map(len, self.cells)) > LONGEST_NAME:
+            raise ConfigError(
+                f"{recipe}: the values under [{GRID}] make no names of folders that are short and differ"
+            )
+        for name in self.cells:
+            load_config(self.arguments(name))  # a mistake is told before anything runs
 
     def finished(self, name: str) -> dict[str, Any] | None:
         """The result of a cell that was run with the recipe as it is now."""
         try:
             result = json.loads((self.out / name / "result.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
+            return None
+        if not isinstance(result, dict) or set(result) != RESULT or result["cell"] != self.cells[name]:
             return None
         return result if result.pop("recipe") == self.settings else None
+
+    def arguments(self, name: str) -> list[str]:
+        """What train.py is given for a cell."""
+        place = ["--out-dir", str(self.out), "--run-name", name]
+        return [str(self.recipe), *flags_of(self.cells[name]), *place, "--overwrite", "--wandb", "disabled"]
 
     def run(self, name: str) -> dict[str, Any]:
         """Trains one cell and keeps its result. Raises ConfigError if train.py fails, other than by divergence."""
         folder = self.out / name
-        command = [sys.executable, "train.py", str(self.recipe), *flags_of(self.cells[name])]
-        command += ["--out-dir", str(self.out), "--run-name", name, "--overwrite", "--wandb", "disabled"]
+        command = [sys.executable, str(TRAIN), *self.arguments(name)]
         threads = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "MKL")}
         begin = time.monotonic()
         done = subprocess.run(command, capture_output=True, text=True, env=os.environ | threads)
         if done.returncode not in (0, DIVERGED):
             last = (done.stderr.strip() or "no message").splitlines()[-1]
             raise ConfigError(f"the cell {name} ended with exit code {done.returncode}: {last}")
+        try:
+            rows = read_metrics(folder / "metrics.jsonl")
+        except (OSError, ValueError) as e:
+            raise ConfigError(f"the metrics of the cell {name} cannot be read: {e}") from None
         result = {
             "cell": self.cells[name],
             "diverged": done.returncode == DIVERGED,
             "seconds": round(time.monotonic() - begin, 1),
-        } | summary(read_metrics(folder / "metrics.jsonl"))
+        } | summary(rows)
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # hundreds of them would fill a disk
-        temporary = folder / ".result.json"
-        temporary.write_text(json.dumps(result | {"recipe": self.settings}), encoding="utf-8")
-        temporary.replace(folder / "result.json")
+        with new_file(folder / "result.json") as file:
+            file.write_text(json.dumps(result | {"recipe": self.settings}), encoding="utf-8")
         return result
 
     def run_all(self, jobs: int) -> dict[str, dict[str, Any]]:
@@ -132,9 +152,15 @@ class Study:
         best = study_results.best_rates(list(results)).values()
         names = {json.dumps(cell): name for name, cell in self.cells.items()}
         folders = [str(self.out / names[json.dumps(group[0]["cell"])]) for group in best]
-        path = self.out / "report.html"
-        path.write_text(page(load_runs(folders[:MOST_RUNS])), encoding="utf-8")
+        path, text = self.out / "report.html", page(load_runs(folders[:MOST_RUNS]))
+        with new_file(path) as file:
+            file.write_text(text, encoding="utf-8")
         return path
+
+
+def name_of(cell: dict[str, Any]) -> str:
+    """The folder of a cell's run, such as norm=rmsnorm+lr=0.001; what no folder's name holds becomes `_`."""
+    return re.sub(r"[^\w.+=-]", "_", "+".join(f"{k}={v}" for k, v in cell.items()))
 
 
 def check_grid(grid: Any, path: Path) -> dict[str, list]:
@@ -144,7 +170,7 @@ def check_grid(grid: Any, path: Path) -> dict[str, list]:
             f"{path} has no table [{GRID}], which lists values, as in norm = ['layernorm', 'rmsnorm']"
         )
     for key, values in grid.items():
-        if key not in OWNER or key in ("out_dir", "run_name", "wandb"):
+        if OWNER.get(key, "start") == "start" or key in ("out_dir", "run_name", "wandb"):
             raise ConfigError(f"{path}: [{GRID}] names {key}, which is nothing that a study can vary")
         if not isinstance(values, list) or not values or len(set(map(str, values))) < len(values):
             raise ConfigError(
@@ -170,10 +196,24 @@ def repeat(study: Study, name: str) -> None:
             f"--cell {name} is none of the {len(study.cells)} cells, such as {next(iter(study.cells))}"
         )
     before, after = study.finished(name), study.run(name)
-    print(f"{name}: validation loss {after['val_loss']!r}")
+    say(f"{name}: validation loss {after['val_loss']!r}")
     if before is not None:
         same = before["curve"] == after["curve"]
-        print("the same as before, to the last bit" if same else f"before, it was {before['val_loss']!r}")
+        say("the same as before, to the last bit" if same else f"before, it was {before['val_loss']!r}")
+
+
+def folder_for_results(name: str) -> Path:
+    """The folder, made. Raises ConfigError, before anything runs, where it or what draws into it is missing."""
+    missing = [module for module in ("matplotlib", "plotly") if not importlib.util.find_spec(module)]
+    if missing:
+        raise ConfigError(
+            f"the results need {' and '.join(missing)}; install with `pip install -e '.[report]'`"
+        )
+    try:
+        Path(name).mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise ConfigError(f"the folder {name} for the results cannot be made: {e.strerror}") from None
+    return Path(name)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -183,12 +223,14 @@ def main(argv: Sequence[str]) -> None:
         ensure_prepared(study.config.data.dataset)
         if options.cell:
             return repeat(study, options.cell)
-        results = study.run_all(options.jobs)
+        docs = folder_for_results(options.docs or str(study.out))
+        results = list(study.run_all(options.jobs).values())
+        command = ["python", "-m", "tools.study", options.recipe]
+        command += ["--docs", options.docs] if options.docs else []
+        study_results.write(docs / study.name, results, shlex.join(command))
+        say(f"{study.report(results)}: open it in a browser")
     except (ConfigError, DataError) as e:
         user_error(str(e))
-    command = f"python -m tools.study {options.recipe}"
-    study_results.write(Path(options.docs) / study.name, list(results.values()), command)
-    print(f"{study.report(list(results.values()))}: open it in a browser")
 
 
 if __name__ == "__main__":

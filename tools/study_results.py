@@ -6,20 +6,22 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from tools.output import new_file, say
+
 Cells = list[dict[str, Any]]
 
 
 def write(path: Path, cells: Cells, command: str) -> None:
     """path.json (every cell), path.md (the table) and path.png (curves and final losses)."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"command": command, "cells": cells})
-    path.with_suffix(".json").write_text(text.replace('{"cell"', '\n{"cell"') + "\n", encoding="utf-8")
+    text = json.dumps({"command": command, "cells": cells}).replace('{"cell"', '\n{"cell"')
     table = "\n".join(lines(cells))
-    path.with_suffix(".md").write_text(
-        f"From {path.name}.json, by `{command}`.\n\n{table}\n", encoding="utf-8"
-    )
-    draw(cells, path.with_suffix(".png"))
-    print(f"{table}\n\n{path}.json, .md and .png")
+    with new_file(Path(f"{path}.json")) as file:
+        file.write_text(text + "\n", encoding="utf-8")
+    with new_file(Path(f"{path}.md")) as file:
+        file.write_text(f"From {path.name}.json, by `{command}`.\n\n{table}\n", encoding="utf-8")
+    with new_file(Path(f"{path}.png")) as file:
+        draw(cells, file)
+    say(f"{table}\n\n{path}.json, .md and .png")
 
 
 def settings(cells: Cells) -> dict[tuple, Cells]:
@@ -58,29 +60,37 @@ def best_rates(cells: Cells) -> dict[tuple, Cells]:
 
 
 def lines(cells: Cells) -> list[str]:
-    """Markdown: every setting; then each at its best learning rate against the first."""
+    """Markdown: every setting; then each, at its best learning rate where rates were varied, against the first."""
     groups = settings(cells)
     keys = [k for k, _ in next(iter(groups))]
-    rows = [f"| {' | '.join(keys)} | validation loss | spread | seeds | diverged | largest gradient norm |"]
-    rows += ["|---" * (len(keys) + 5) + "|"]
+    rows = table(*keys, "validation loss", "spread", "seeds", "diverged", "largest gradient norm")
     for key, group in groups.items():
         mean, spread = mean_and_spread(group)
         largest = max((c["max_grad_norm"] for c in group if c["max_grad_norm"] is not None), default=math.nan)
-        values = [str(v) for _, v in key] + [number(mean), number(spread), str(len(group))]
-        rows.append(f"| {' | '.join([*values, str(sum(c['diverged'] for c in group)), f'{largest:.2g}'])} |")
-    best = best_rates(cells)
+        diverged = sum(c["diverged"] for c in group)
+        values = (*(v for _, v in key), number(mean), number(spread), len(group), diverged, f"{largest:.2g}")
+        rows.append(row(*values))
+    best, rates = best_rates(cells), ["lr"] if "lr" in keys else []
     first = next(iter(best.values()))
-    rows += ["", f"Each at its best learning rate, against {label(next(iter(best)))}:", ""]
-    rows += ["| setting | lr | validation loss | spread | difference | beyond the spread |", "|---" * 6 + "|"]
+    at_best = "Each at its best learning rate" if rates else "Each"
+    rows += ["", f"{at_best}, against {label(next(iter(best)))}:", ""]
+    rows += table("setting", *rates, "validation loss", "spread", "difference", "beyond the spread")
     for key, group in best.items():
         mean, spread = mean_and_spread(group)
         difference = mean - mean_and_spread(first)[0]
         verdict = "-" if group is first else "yes" if beyond_spread(group, first) else "no"
-        lr = group[0]["cell"].get("lr", "-")
-        rows.append(
-            f"| {label(key)} | {lr} | {number(mean)} | {number(spread)} | {difference:+.4f} | {verdict} |"
-        )
+        lr = [group[0]["cell"][name] for name in rates]
+        rows.append(row(label(key), *lr, number(mean), number(spread), f"{difference:+.4f}", verdict))
     return rows
+
+
+def row(*cells: Any) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def table(*heads: str) -> list[str]:
+    """The head of a table, and the line below it."""
+    return [row(*heads), "|---" * len(heads) + "|"]
 
 
 def number(value: float) -> str:
@@ -88,7 +98,7 @@ def number(value: float) -> str:
 
 
 def label(key: tuple) -> str:
-    return ", ".join(f"{k} {v}" for k, v in key)
+    return ", ".join(f"{k} {v}" for k, v in key) or "the recipe"
 
 
 def draw(cells: Cells, path: Path) -> None:

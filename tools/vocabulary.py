@@ -114,7 +114,7 @@ def their_vocabulary(folder: Path) -> dict[str, int] | None:
             return dict(body["model"]["vocab"]) | added
         if (folder / "vocab.json").exists():
             return dict(json.loads((folder / "vocab.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass
     return None
 

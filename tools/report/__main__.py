@@ -14,17 +14,20 @@ import tyro
 from pydantic.dataclasses import dataclass
 
 from configs import STRICT, ConfigError, command_line, require, user_error
+from tools.output import new_file, say
 from tools.report.page import page
 from tools.report.pictures import save_pictures
-from tools.report.runs import load_runs
+from tools.report.runs import Run, load_runs
 from tools.report.text import depth_table
+
+Runs = Annotated[tuple[str, ...], tyro.conf.arg(metavar="RUN [RUN ...]", help_behavior_hint="")]
 
 
 @dataclass(frozen=True, config=STRICT)
 class Options:
     """Compare what runs have recorded, also while they are going."""
 
-    runs: tyro.conf.Positional[tuple[str, ...]]
+    runs: tyro.conf.Positional[Runs]
     """The folders of 1 to 20 runs, such as out/quickstart."""
     output: Annotated[str, tyro.conf.arg(aliases=["-o"])] = "report.html"
     """The page to write."""
@@ -42,19 +45,25 @@ def main(argv: Sequence[str]) -> None:
         options = command_line(Options, argv, "python -m tools.report")
         runs = load_runs(options.runs)
         if options.text:
-            print("\n\n".join(f"{run.label}\n{depth_table(run)}" for run in runs))
+            say("\n\n".join(f"{run.label}\n{depth_table(run)}" for run in runs))
         elif options.png:
             for path in save_pictures(runs, Path(options.png)):
-                print(path)
+                say(str(path))
         else:
-            output = Path(options.output)
-            output.parent.mkdir(parents=True, exist_ok=True)
-            output.write_text(page(runs), encoding="utf-8")
-            print(f"{output}: open it in a browser")
+            write_page(runs, Path(options.output))
+            say(f"{options.output}: open it in a browser")
     except ConfigError as e:
         user_error(str(e))
+
+
+def write_page(runs: list[Run], path: Path) -> None:
+    text = page(runs)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as e:
-        user_error(f"{e.filename} cannot be written: {e.strerror}")
+        raise ConfigError(f"{path} cannot be written: {e.strerror}") from None
+    with new_file(path) as file:
+        file.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

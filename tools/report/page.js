@@ -33,7 +33,7 @@ function layout(changes) {
     font: { family: "system-ui, sans-serif", size: 12, color: ink },
     margin: { l: 44, r: 12, t: 8, b: 36 }, hoverlabel: { namelength: -1 },
     ...changes,
-    xaxis: { ...axis, ...changes.xaxis }, yaxis: { ...axis, ...changes.yaxis },
+    xaxis: { ...axis, ...changes.xaxis }, yaxis: { ...axis, hoverformat: ".5g", ...changes.yaxis },
   };
 }
 
@@ -150,7 +150,7 @@ function profileTraces(quantity, { run, i }) {
     x: indices.map((k) => table.heights[k]),
     y: indices.map((k) => positive(quantity, values[k])),
     text: indices.map((k) => table.places[k]),
-    hovertemplate: "%{text}: %{y:.4g}", name: run.label,
+    hovertemplate: "%{text}: %{y:.5g}", name: run.label,
     mode: run.layers > 24 ? "lines" : "lines+markers", line: { ...style(i), width: 1.8 },
     marker: { color: style(i).color, size: 5, symbol: GAIN_MARKERS[kind] || "circle" },
   }));
@@ -184,7 +184,7 @@ function drawHeats() {
     plot(`heat-${i}`, () => [[{
       type: "heatmap", x: table.steps, y: keep.map((k) => table.places[k]), z, zmin: low, zmax: high,
       customdata: keep.map((k) => table.values.map((row) => row[k])),
-      hovertemplate: "step %{x}<br>%{y}: %{customdata:.4g}<extra></extra>",
+      hovertemplate: "step %{x}<br>%{y}: %{customdata:.5g}<extra></extra>",
       colorscale: "Cividis", colorbar: { thickness: 10, outlinewidth: 0, ...(quantity.log ? ticks(low, high) : {}) },
     }], {
       xaxis: { title: { text: "steps" } },
@@ -261,7 +261,7 @@ function makeRuns() {
     const button = document.createElement("button");
     button.innerHTML = `<svg><line x1="0" y1="5" x2="30" y2="5" stroke-width="3" stroke-dasharray="${SVG_DASHES[i % 3]}"/></svg>`;
     const loss = document.createElement("small");
-    loss.textContent = run.finals["val loss"] === null ? "" : run.finals["val loss"].toFixed(3);
+    loss.textContent = run.finals["val loss"] === null ? "" : number(run.finals["val loss"]);
     button.append(run.label, loss);
     button.onclick = () => {
       state.hidden.has(i) ? state.hidden.delete(i) : state.hidden.add(i);

@@ -38,7 +38,8 @@ def plotly_script() -> str:
 
 
 def page_data(runs: list[Run]) -> dict[str, Any]:
-    """What page.js draws; numbers to five digits, None where one was not finite."""
+    """What page.js draws; None where a number was not finite. Curves and tables have five digits, which it writes out
+    as they are; the finals have all, as it rounds them."""
     limit = steps_shown([run.n_layer for run in runs])
     return {
         "quantities": [
@@ -73,7 +74,7 @@ def run_data(run: Run, limit: int) -> dict[str, Any]:
             for id, table in tables.items()
             if table.steps
         },
-        "finals": {name: short(value) for name, value in finals(run).items()},
+        "finals": {name: finite(value) for name, value in finals(run).items()},
     }
 
 
@@ -83,6 +84,10 @@ def curve(run: Run, key: str) -> list[list]:
 
 
 def short(value: float | None) -> float | None:
-    if value is None or isinstance(value, int):
-        return value
-    return float(f"{value:.5g}") if math.isfinite(value) else None
+    if finite(value) is None or isinstance(value, int):
+        return finite(value)
+    return float(f"{value:.5g}")
+
+
+def finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from configs import ConfigError
+from tools.output import new_file
 from tools.report.runs import QUANTITIES, Quantity, Run, height
 
 # Okabe & Ito 2008, "Color Universal Design"; seven colours and three dashes make 21 different lines.
@@ -27,7 +28,10 @@ def save_pictures(runs: list[Run], folder: Path) -> list[Path]:
             "the pictures need matplotlib; install it with `pip install -e '.[report]'`"
         ) from None
     matplotlib.use("Agg")
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise ConfigError(f"{folder} cannot be made: {e.strerror}") from None
     with matplotlib.rc_context(STYLE):
         return list(draw_all(runs, folder))
 
@@ -51,7 +55,8 @@ def new_figure(rows: int, columns: int, size: tuple[float, float]):
 def finish(figure, path: Path) -> Path:
     import matplotlib.pyplot as plt
 
-    figure.savefig(path, dpi=160, metadata={"Software": None})
+    with new_file(path) as file:
+        figure.savefig(file, dpi=160, metadata={"Software": None})
     plt.close(figure)
     return path
 

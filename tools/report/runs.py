@@ -1,16 +1,16 @@
 """Runs read back from their folders, and the quantities that are recorded at every depth."""
 
 import difflib
-import json
 import math
+import re
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from configs import ConfigError
+from configs import SECTIONS, Config, ConfigError
 from training.tracker import read_metrics
 
 
@@ -56,7 +56,8 @@ class Table:
 
 @dataclass(frozen=True)
 class Run:
-    """A run's folder, read: `config` are the tables of config.toml, `rows` the objects of metrics.jsonl."""
+    """A run's folder, read: `config` are the tables of config.toml, with today's defaults where it is older than a
+    field, and `rows` the objects of metrics.jsonl."""
 
     label: str
     path: Path
@@ -99,9 +100,10 @@ class Run:
 def height(place: str) -> tuple[float, str]:
     """Where a place is, in layers from the bottom: embed 0, layer_00.attn 0.5, layer_00.mlp 1; then the rest."""
     layer, _, rest = place.partition(".")
-    if not layer.startswith("layer_"):
+    number = re.fullmatch(r"layer_(\d+)", layer)
+    if not number:
         return (0.0, place) if place in ("embed", "embed_norm", "entry") else (math.inf, place)
-    return int(layer.removeprefix("layer_")) + (1.0 if rest.startswith("mlp") else 0.5), rest
+    return int(number[1]) + (1.0 if rest.startswith("mlp") else 0.5), rest
 
 
 def thin(rows: list, limit: int | None) -> list:
@@ -130,11 +132,38 @@ def load(folder: Path) -> tuple[dict, list[dict]]:
         rows = read_metrics(folder / "metrics.jsonl")
     except FileNotFoundError as e:
         raise ConfigError(f"{folder} is not a run: it has no {Path(e.filename).name}") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, tomllib.TOMLDecodeError) as e:
+    except (OSError, ValueError, RecursionError) as e:  # ValueError: of UTF-8, JSON and TOML
         raise ConfigError(f"{folder} cannot be read: {e}") from None
     if not rows:
         raise ConfigError(f"{folder} has recorded nothing yet")
-    return config, rows
+    check_rows(rows, folder / "metrics.jsonl")
+    return complete(config, folder / "config.toml"), rows
+
+
+def complete(config: dict[str, Any], file: Path) -> dict[str, dict[str, Any]]:
+    """A run's configuration with the defaults of fields that are newer than it. Raises ConfigError for another file."""
+    tables = {name: config.get(name, {}) for name in SECTIONS}
+    for name, table in tables.items():
+        if not isinstance(table, dict):
+            raise ConfigError(f"{file} is not a run's: {name} is {table!r}, but it is a table")
+    for table, name in (("model", "n_layer"), ("model", "block_size"), ("optim", "batch_size")):
+        value = tables[table].get(name)
+        if type(value) is not int or value < 1:
+            what = f"is {value!r}" if name in tables[table] else "is missing"
+            raise ConfigError(f"{file} is not a run's: {name} under [{table}] {what}")
+    return {name: asdict(getattr(Config(), name)) | table for name, table in tables.items()}
+
+
+def check_rows(rows: list[Any], file: Path) -> None:
+    """Raises ConfigError, which names the line, where a row is not what the tracker writes."""
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, dict) or type(row.get("iter")) is not int:
+            raise ConfigError(
+                f"{file}, line {number}: this is no object of numbers with iter, a step, among them"
+            )
+        for key, value in row.items():
+            if not isinstance(value, int | float | None):
+                raise ConfigError(f"{file}, line {number}: {key} is {value!r}, but it is a number or null")
 
 
 def labels(folders: list[Path]) -> list[str]:
@@ -155,7 +184,8 @@ def differences(runs: list[Run]) -> dict[str, list[str]]:
     found = {}
     for field in fields:
         table, _, name = field.partition(".")
-        values = [str(run.config.get(table, {}).get(name, "-")) for run in runs]
+        values = [run.config[table].get(name) for run in runs]
+        values = ["-" if value is None else str(value) for value in values]
         if len(set(values)) > 1 and name not in ("run_name", "out_dir"):
             found[name] = values
     return found

@@ -58,4 +58,4 @@ def growth(first: float | None, last: float | None) -> float:
 def span(pair: tuple[float | None, float | None] | None) -> str:
     if pair is None:
         return ""
-    return " → ".join("not finite" if v is None else f"{v:.3g}" for v in pair)
+    return " -> ".join("not finite" if v is None else f"{v:.3g}" for v in pair)

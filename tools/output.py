@@ -1,0 +1,52 @@
+"""What a tool leaves behind: files that are whole or as they were, and its words on standard output."""
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from configs import ConfigError
+
+
+def check_writable(flag: str, path: str) -> None:
+    """Raises ConfigError, before any work, where no file can be made at `path`; an empty one is no file."""
+    folder = Path(path).parent
+    if path and Path(path).is_dir():
+        raise ConfigError(f"{flag} {path} is a folder; name a file")
+    if path and not folder.is_dir():
+        raise ConfigError(f"{flag} {path} cannot be written: there is no folder {folder}")
+    if path and not os.access(folder, os.W_OK):
+        raise ConfigError(f"{flag} {path} cannot be written: the folder {folder} is read-only")
+
+
+@contextlib.contextmanager
+def new_file(path: Path) -> Iterator[Path]:
+    """A file to write into, which takes the place of `path` when all is written. Raises ConfigError."""
+    special = path.exists() and not path.is_file() and not path.is_dir()  # /dev/stdout is written itself
+    target = path if special else path.resolve()  # a link stays one
+    temporary = target if special else target.with_name(f".writing_{target.name}")
+    try:
+        yield temporary
+        temporary.replace(target)
+    except OSError as e:
+        raise ConfigError(f"{path} cannot be written: {e.strerror or e}") from None
+    finally:
+        if not special:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+
+
+def say(text: str) -> None:
+    """Prints at once. What the terminal cannot show becomes `?`, and a reader that has left, as head does, ends us.
+
+    Raises ConfigError where standard output is a file on a full disk.
+    """
+    sys.stdout.reconfigure(errors="replace")
+    try:
+        print(text, flush=True)
+    except OSError as e:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
+        if isinstance(e, BrokenPipeError):
+            raise SystemExit(0) from None
+        raise ConfigError(f"standard output cannot be written: {e.strerror}") from None
