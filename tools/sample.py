@@ -15,8 +15,8 @@ from torch import Tensor
 
 from configs import STRICT, ConfigError, command_line, require, user_error
 from data import DataError, load_tokenizer
-from data.terminal import forgive_output
 from model import GPT
+from tools.output import say
 from training.checkpoint import CheckpointError, find, load_model, read_about
 from training.runtime import choose_device
 
@@ -122,11 +122,10 @@ def main(argv: Sequence[str]) -> None:
         path = find(options.run, options.checkpoint)
         model = load_model(path).to(choose_device(options.device))
         texts = continuations(model, load_tokenizer(read_about(path)["tokenizer"]), options)
+        say("\n\n---\n\n".join(texts))
     except (ConfigError, CheckpointError, DataError) as e:
         user_error(str(e))
-    print("\n\n---\n\n".join(texts))
 
 
 if __name__ == "__main__":
-    forgive_output()
     main(sys.argv[1:])

@@ -26,6 +26,7 @@ from tools.claims.outcome import (
     judge_experiment,
     record_of,
 )
+from tools.output import say
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -75,13 +76,13 @@ def main(argv: Sequence[str]) -> None:
         for number in NUMBERS if options.write else asked:
             afresh = number in asked and not options.quick
             outcomes.append(outcome_of(number, options, afresh))
-            print(as_text(outcomes[-1]), flush=True)
+            say(as_text(outcomes[-1]))
         if options.write:
             page.write(outcomes)
+        verdicts = [outcome.verdict for outcome in outcomes]
+        say("\n" + ", ".join(f"{verdicts.count(v)} {v}" for v in dict.fromkeys(verdicts)))
     except (ConfigError, DataError) as e:
         user_error(str(e))
-    verdicts = [outcome.verdict for outcome in outcomes]
-    print("\n" + ", ".join(f"{verdicts.count(v)} {v}" for v in dict.fromkeys(verdicts)))
     raise SystemExit("FAIL" in verdicts)
 
 
