@@ -304,7 +304,7 @@ CONFIG = their_config(FAMILIES["llama"], ModelConfig(**SMALL | LLAMA))
         (CONFIG | {"vocab_size": 0}, "vocab_size is 0; it must be positive"),
         (
             CONFIG | {"num_hidden_layers": 999_999_999},
-            "n_layer is 99999999999, but there are only 3 weights",
+            "n_layer is 999999999, but there are only 3 weights",
         ),
         (CONFIG | {"hidden_size": 2**62}, f"n_embd is {2**62}; it must be at least 1 and below 2^31"),
         (
