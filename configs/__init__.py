@@ -230,11 +230,10 @@ def flags_of(values: dict[str, Any]) -> list[str]:
     words = []
     for name, value in values.items():
         flag = name.replace("_", "-")
-        words += (
-            [f"--{flag}" if value else f"--no-{flag}"]
-            if isinstance(value, bool)
-            else [f"--{flag}", str(value)]
-        )
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            words += [f"--{flag}", str(value)]
     return words
 
 
