@@ -30,6 +30,7 @@ import torch
 from . import eager
 from .attention import attend as attend
 from .attention import dropout as dropout
+from .reference import statistics_dtype
 
 KINDS = ("layernorm", "rmsnorm")
 IMPLS = ("auto", "torch", "triton")
@@ -86,7 +87,7 @@ def check(x, s, kind, eps, out_dtype, **gains):
             f"x, s and out_dtype must be float16, bfloat16 or float32, or all float64, "
             f"not {x.dtype}, {s.dtype} and {out_dtype}"
         )
-    statistics = torch.float64 if x.dtype == torch.float64 else torch.float32
+    statistics = statistics_dtype(x)
     limits = torch.finfo(statistics)
     if not (isinstance(eps, float | int) and math.isfinite(eps) and limits.tiny <= eps <= limits.max):
         raise ValueError(f"eps must be a positive number that {statistics} can hold, not {eps!r}")

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .eager import eager_cpu
-from .reference import promote
+from .reference import promote, statistics_dtype
 
 SCORES = 2**18  # scores in float32 that are computed at once, so that a core's cache holds them
 SHORTEST = 65  # T below which PyTorch's attention in float32 is as fast
@@ -53,7 +53,7 @@ class CpuAttention(torch.autograd.Function):
     def forward(ctx, q, k, v, dropout):
         ctx.scale, ctx.rescale = q.size(-1) ** -0.5, 1 / (1 - dropout)
         n, time, _ = q.shape
-        future = promote(q).new_full((time, time), -math.inf).triu_(1)
+        future = q.new_full((time, time), -math.inf, dtype=statistics_dtype(q)).triu_(1)
         p = q.new_empty(n, time, time)
         pieces = (t.split(max(SCORES // time**2, 1)) for t in (p, q, k))
         for part, queries, keys in zip(*pieces, strict=True):
