@@ -84,7 +84,7 @@ def standardize(v, mask, stats, exists, D: tl.constexpr, EPS: tl.constexpr, CENT
         v -= off[:, None]
         tl.store(stats, mean + off, mask=exists)
         stats += 1
-        # Of a constant row's difference only rounding is left, of either sign; the floor is above it.
+        # The floor is for constant rows: a GPU's division, inexact in the last bits, may leave less than zero.
         variance = tl.maximum(square - off * off, square * 2.0**-24)
     else:
         variance = tl.sum(v * v, 1) / D
