@@ -30,7 +30,7 @@ from torch import Tensor
 
 def statistics_dtype(x: Tensor) -> torch.dtype:
     """float64 stays, everything narrower becomes float32."""
-    return torch.promote_types(x.dtype, torch.float32)
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def promote(x: Tensor) -> Tensor:
