@@ -9,9 +9,10 @@ sum in x's dtype, N(.) a LayerNorm or an RMSNorm (`kind`). The formulas are in `
     norm_add_norm   r = x + N_out(s)       and N(r)     the join of sandwich-norm
 
 `impl` chooses who computes it: "torch" is PyTorch's own operators anywhere, "triton" our kernels on a GPU
-(or interpreted, under TRITON_INTERPRET=1), "auto" Triton for CUDA tensors and torch otherwise. Both give
-the same numbers within rounding. float16 and bfloat16 are promoted to float32 between load and store;
-float64 stays float64 and mixes with nothing but narrower gains.
+(or interpreted, under TRITON_INTERPRET=1), "auto" Triton for CUDA tensors, but not inside a torch.func
+transform or forward-mode differentiation, and torch otherwise. Both give the same numbers within rounding.
+float16 and bfloat16 are promoted to float32 between load and store; float64 stays float64 and mixes with
+nothing but narrower gains.
 
 Every function raises ValueError, in one sentence, for an unknown kind or impl, an eps that is not a
 positive number of the statistics' dtype, shapes, dtypes or devices that do not fit together, and for
@@ -30,6 +31,7 @@ import torch
 from . import eager
 from .attention import attend as attend
 from .attention import dropout as dropout
+from .reference import statistics_dtype
 
 KINDS = ("layernorm", "rmsnorm")
 IMPLS = ("auto", "torch", "triton")
@@ -86,7 +88,7 @@ def check(x, s, kind, eps, out_dtype, **gains):
             f"x, s and out_dtype must be float16, bfloat16 or float32, or all float64, "
             f"not {x.dtype}, {s.dtype} and {out_dtype}"
         )
-    statistics = torch.float64 if x.dtype == torch.float64 else torch.float32
+    statistics = statistics_dtype(x)
     limits = torch.finfo(statistics)
     if not (isinstance(eps, float | int) and math.isfinite(eps) and limits.tiny <= eps <= limits.max):
         raise ValueError(f"eps must be a positive number that {statistics} can hold, not {eps!r}")
@@ -127,6 +129,8 @@ def triton_problem(device: str, width: int = 1) -> str | None:
         return "The Triton kernels need the package triton (Linux only), which is not installed."
     if width > MAX_D:
         return f"The Triton kernels take rows of at most {MAX_D} elements, not {width}."
+    if eager.transformed():
+        return "The Triton kernels take no torch.func transform and no forward-mode differentiation."
     if INTERPRETED:
         return None
     if device != "cuda":

@@ -3,18 +3,21 @@
 PyTorch's CPU attention multiplies float32 at half the rate or less of bfloat16 where the processor has
 instructions for it, its backward is several times slower in bfloat16 than in float32 at short contexts,
 and with dropout it falls back to separate operators. Its random numbers are drawn one at a time, and on a
-small model cost more than the matrix products. Everywhere else these functions are PyTorch's.
+small model cost more than the matrix products. Everywhere else, and under torch.func, these functions are
+PyTorch's.
 """
 
 import math
+from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .eager import eager_cpu
-from .reference import promote
+from .eager import eager_cpu, transformed
+from .reference import promote, statistics_dtype
 
 SCORES = 2**18  # scores in float32 that are computed at once, so that a core's cache holds them
 SHORTEST = 65  # T below which PyTorch's attention in float32 is as fast
@@ -28,7 +31,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0, impl: str =
     is faster. Both give the same numbers within rounding, but draw different dropout.
     """
     slow = q.dtype in (torch.bfloat16, torch.float16) or (dropout > 0 and not torch.compiler.is_compiling())
-    if impl == "torch" or not slow or q.size(-2) > LONGEST or q.device.type != "cpu":
+    if impl == "torch" or not slow or q.size(-2) > LONGEST or q.device.type != "cpu" or transformed():
         return pytorch(q, k, v, dropout)
     if dropout == 0 and q.size(-2) < SHORTEST:
         return pytorch(promote(q), promote(k), promote(v), dropout).to(q.dtype)
@@ -40,7 +43,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0, impl: str =
 
 def pytorch(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
     grouped = k.size(1) != q.size(1)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout, enable_gqa=grouped)
+    # PyTorch's fast attention on the CPU has neither a batching rule nor a forward-mode derivative.
+    plain = q.device.type == "cpu" and transformed()
+    with sdpa_kernel(SDPBackend.MATH) if plain else nullcontext():
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout, enable_gqa=grouped)
 
 
 class CpuAttention(torch.autograd.Function):
@@ -53,7 +59,7 @@ class CpuAttention(torch.autograd.Function):
     def forward(ctx, q, k, v, dropout):
         ctx.scale, ctx.rescale = q.size(-1) ** -0.5, 1 / (1 - dropout)
         n, time, _ = q.shape
-        future = promote(q).new_full((time, time), -math.inf).triu_(1)
+        future = q.new_full((time, time), -math.inf, dtype=statistics_dtype(q)).triu_(1)
         p = q.new_empty(n, time, time)
         pieces = (t.split(max(SCORES // time**2, 1)) for t in (p, q, k))
         for part, queries, keys in zip(*pieces, strict=True):

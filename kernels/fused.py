@@ -15,6 +15,7 @@ import triton
 from torch import Tensor
 
 from . import launches, triton_kernels
+from .reference import statistics_dtype
 from .triton_kernels import Tiles
 
 EMPTY = (0,)
@@ -27,10 +28,6 @@ def on_device(x):
 
 def contiguous(*tensors):
     return [None if t is None else t.contiguous() for t in tensors]
-
-
-def statistics_dtype(x):
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 @torch.library.custom_op("nanonorm::forward", mutates_args=())

@@ -28,9 +28,13 @@ import torch
 from torch import Tensor
 
 
+def statistics_dtype(x: Tensor) -> torch.dtype:
+    """float64 stays, everything narrower becomes float32."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
 def promote(x: Tensor) -> Tensor:
-    """x in the dtype of the statistics: float64 stays, everything narrower becomes float32."""
-    return x if x.dtype == torch.float64 else x.float()
+    return x.to(statistics_dtype(x))
 
 
 def standardize(x: Tensor, kind: str, eps: float) -> tuple[Tensor, Tensor]:

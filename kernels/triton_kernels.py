@@ -65,35 +65,59 @@ def load_gain(pointer, D: tl.constexpr, BLOCK: tl.constexpr, dtype: tl.constexpr
 
 
 @triton.jit
+def centred(v, mean, mask):
+    """Padded lanes stay zero: one would add (0 - mean)^2 to the variance."""
+    return tl.where(mask, v - mean[:, None], 0.0)
+
+
+@triton.jit
 def standardize(v, mask, stats, exists, D: tl.constexpr, EPS: tl.constexpr, CENTRE: tl.constexpr):
-    """The normalized rows; their statistics, ([mean,] rstd), go to `stats`."""
+    """The normalized rows; their statistics, ([mean,] rstd), go to `stats`.
+
+    The corrected two-pass algorithm (Chan, Golub and LeVeque, 1983, "Algorithms for computing the sample
+    variance"): `off`, by which rounding has the mean wrong, is the mean of the centred row.
+    """
     if CENTRE:
         mean = tl.sum(v, 1) / D
-        tl.store(stats, mean, mask=exists)
+        v = centred(v, mean, mask)
+        off, square = tl.sum(v, 1) / D, tl.sum(v * v, 1) / D
+        v -= off[:, None]
+        tl.store(stats, mean + off, mask=exists)
         stats += 1
-        v = tl.where(mask, v - mean[:, None], 0.0)  # a padded lane would add (0 - mean)^2 to the variance
-    rstd = tl.rsqrt(tl.sum(v * v, 1) / D + EPS)
+        # The floor is for constant rows: a GPU's division, inexact in the last bits, may leave less than zero.
+        variance = tl.maximum(square - off * off, square * 2.0**-24)
+    else:
+        variance = tl.sum(v * v, 1) / D
+    rstd = tl.rsqrt(variance + EPS)
     tl.store(stats, rstd, mask=exists)
     return v * rstd[:, None]
 
 
 @triton.jit
-def restandardize(v, stats, exists, CENTRE: tl.constexpr):
-    """The normalized rows and rstd, from the statistics that forward left in `stats`."""
+def restandardize(v, mask, stats, exists, CENTRE: tl.constexpr):
+    """The normalized rows, but for the rounding of the mean that forward left in `stats`, and rstd."""
     if CENTRE:
-        v -= tl.load(stats, mask=exists, other=0.0)[:, None]
+        v = centred(v, tl.load(stats, mask=exists, other=0.0), mask)
         stats += 1
     rstd = tl.load(stats, mask=exists, other=0.0)[:, None]
     return v * rstd, rstd
 
 
 @triton.jit
-def standardize_backward(g, xh, rstd, D: tl.constexpr, CENTRE: tl.constexpr):
-    """g = dy * weight is zero in padded lanes, so the sums are over D lanes."""
-    d = g - xh * (tl.sum(g * xh, 1) / D)[:, None]
+def projections(g, xh, D: tl.constexpr, CENTRE: tl.constexpr):
+    """(xh, m(g), m(g * xh)), of which N'(dy) is rstd * (g - m(g) - xh * m(g * xh)); xh is centred once more.
+
+    g = dy * weight is zero in padded lanes, so the sums are over D lanes. None of them waits for another:
+    what the new centre takes from m(g * xh) is m(g) times the old one's error.
+    """
+    along = tl.sum(g * xh, 1) / D
+    level = tl.zeros_like(along)
     if CENTRE:
-        d -= (tl.sum(g, 1) / D)[:, None]
-    return rstd * d
+        level = tl.sum(g, 1) / D
+        off = tl.sum(xh, 1) / D
+        along -= level * off
+        xh -= off[:, None]
+    return xh, level[:, None], along[:, None]
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -154,16 +178,17 @@ def backward(
         if s is not None:
             branch = load(s + tile, inner, mask, acc)
         if weight is not None:
-            g = load(dy + tile, inner, mask, acc)
+            dnormed = load(dy + tile, inner, mask, acc)
             v = load(r + tile, inner, mask, acc)
             if s is not None and out_weight is None:  # r holds x: the sum was never stored
                 v = rounded(v + branch, r.dtype.element_ty).to(acc)
             # N_out's statistics, where there are any, stand before N's.
-            xh, rstd = restandardize(v, stat + (STATS - 1 - CENTRE), exists, CENTRE)
-            dweight += g * xh
+            xh, rstd = restandardize(v, mask, stat + (STATS - 1 - CENTRE), exists, CENTRE)
+            xh, level, along = projections(dnormed * gain, xh, D, CENTRE)
+            dweight += dnormed * xh
             if BIAS:
-                dbias += g
-            g = standardize_backward(g * gain, xh, rstd, D, CENTRE)
+                dbias += dnormed
+            g = rstd * (dnormed * gain - level - xh * along)
             if dr is not None:
                 d += g
             else:
@@ -171,11 +196,12 @@ def backward(
             store(dx + tile, inner, d, mask)
 
         if out_weight is not None:
-            sh, rstd = restandardize(branch, stat, exists, CENTRE)
+            sh, rstd = restandardize(branch, mask, stat, exists, CENTRE)
+            sh, level, along = projections(d * out_gain, sh, D, CENTRE)
             dout_weight += d * sh
             if OUT_BIAS:
                 dout_bias += d
-            d = standardize_backward(d * out_gain, sh, rstd, D, CENTRE)
+            d = rstd * (d * out_gain - level - sh * along)
         if ds is not None:
             store(ds + tile, inner, d, mask)
 

@@ -110,6 +110,40 @@ def test_rows_far_from_zero(function, kind, D, impl):
     assert_accurate(Case(function, kind, (5, D), mean=100.0), impl=impl)
 
 
+@both_impls
+@pytest.mark.parametrize(("D", "mean"), [(3, 100.0), (2, 1000.0)])
+@pytest.mark.parametrize("function", ["norm", "norm_add"])
+def test_few_elements_far_from_zero_over_many_seeds(function, D, mean, impl):
+    """Where the mean's rounding shows most; without its correction about every tenth seed fails."""
+    case = Case(function, "layernorm", (4, D), mean=mean)
+    for seed in range(30):
+        assert_accurate(case, impl=impl, tensors=case.inputs(seed), gradients=case.gradients(seed + 1000))
+
+
+@pytest.mark.parametrize("D", [3, 7, 100])
+def test_rows_that_differ_in_the_last_bit(D):
+    """Their spread is that of the mean's rounding, which must stay out of the variance, too."""
+    gain = torch.ones(D, device=DEVICE)
+    for value in (1e5 / 3, 1e9 / 7, 1e18 / 3):
+        x = torch.full((1, D), value, device=DEVICE)
+        x[0, 0] = torch.nextafter(x[0, 0], torch.tensor(torch.inf, device=DEVICE))
+        y = kernels.norm(x, gain, kind="layernorm", eps=1e-5, impl="triton")
+        exact = torch.nn.functional.layer_norm(x.double(), (D,), eps=1e-5)
+        torch.testing.assert_close(y.double(), exact, rtol=1e-4, atol=1e-5)
+
+
+@both_impls
+@pytest.mark.parametrize("D", [7, 1000])
+def test_constant_rows_become_zero(D, impl):
+    """Where the rounded mean is not the row's value, all that is left of the row is that error."""
+    for value in (0.1, 100.3, 1e6 / 3, 1e9 / 7, 1e18 / 3):
+        x = torch.full((2, D), value, device=DEVICE, requires_grad=True)
+        y = kernels.norm(x, torch.ones_like(x[0]), kind="layernorm", eps=1e-5, impl=impl)
+        assert y.abs().max() < 1e-3, value
+        y.backward(torch.linspace(-1, 1, 2 * D, device=DEVICE).view(2, D))
+        assert x.grad.isfinite().all(), value
+
+
 def strided(t, layout):
     """The same values under other strides."""
     if layout == "transposed":
