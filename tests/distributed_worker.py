@@ -23,8 +23,8 @@ import train as script
 from configs import load_config
 from data import open_dataset
 from training import checkpoint
-from training.checkpoint import model_weights
 from training.distributed import whole
+from training.model_file import model_weights
 from training.probe import Probe
 from training.runtime import Runtime, end, start, stop
 from training.trainer import Trainer

@@ -15,7 +15,8 @@ from configs import ConfigError, load_config
 from data import prepare
 from model import GPT, BatchNorm, ModelConfig
 from training import distributed, runtime
-from training.checkpoint import load_model, model_weights
+from training.checkpoint import load_model
+from training.model_file import model_weights
 
 SMALL = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 8, "vocab_size": 23, "norm": "batchnorm"}
 PLACEMENTS = ("pre", "post", "output", "sandwich")

@@ -10,18 +10,19 @@ import pytest
 import torch
 
 from model import GPT, ModelConfig
-from training import checkpoint
-from training.checkpoint import CheckpointError, Progress, TrainerState
+from training import checkpoint, model_file
+from training.checkpoint import Progress, TrainerState
+from training.model_file import CheckpointError
 
 CONFIG = ModelConfig(n_layer=1, n_head=1, n_embd=8, block_size=4, vocab_size=11, dtype="float32")
 
 
 def save(run_dir: Path, step: int, val_loss: float | None = None, keep: int = 2) -> Path:
     torch.manual_seed(step)
-    weights = checkpoint.model_weights(GPT(CONFIG))
+    weights = model_file.model_weights(GPT(CONFIG))
     moments = {name: {"exp_avg": torch.ones_like(p)} for name, p in weights.items()}
     state = TrainerState(Progress(step=step), (1.0, 0), moments, {"run": {"seed": 1}}, "data")
-    about = checkpoint.about(GPT(CONFIG), {"name": "byte"})
+    about = model_file.about(GPT(CONFIG), {"name": "byte"})
     return checkpoint.save(run_dir, weights, about, state, val_loss, keep)
 
 
@@ -54,7 +55,7 @@ def test_what_was_saved_is_loaded(tmp_path):
     state = checkpoint.load_trainer(found)
     assert state.progress == Progress(step=7)
     assert torch.equal(state.optimizer["embed.weight"]["exp_avg"], torch.ones(11, 8))
-    assert checkpoint.read_about(path)["tokenizer"] == {"name": "byte"}
+    assert model_file.read_about(path)["tokenizer"] == {"name": "byte"}
 
 
 def test_the_newest_and_the_best_are_kept(tmp_path):

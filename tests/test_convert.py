@@ -20,7 +20,8 @@ from tools import convert, sample
 from tools.interchange import FAMILIES, resolved, their_config
 from tools.vocabulary import merges, recognize, tokenizer_files
 from training import checkpoint
-from training.checkpoint import about, load_model, model_weights, read_about, save_model
+from training.checkpoint import load_model
+from training.model_file import about, model_weights, read_about, save_model
 
 SMALL = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 12, "vocab_size": 23}
 LLAMA = {"norm": "rmsnorm", "pos": "rope", "mlp": "swiglu", "bias": False}

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from configs import ConfigError
 from model import GPT, ModelConfig
-from training.checkpoint import model_weights
+from training.model_file import model_weights
 
 Weights = dict[str, Tensor]
 

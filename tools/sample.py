@@ -17,7 +17,8 @@ from configs import STRICT, ConfigError, command_line, require, user_error
 from data import DataError, load_tokenizer
 from model import GPT
 from tools.output import say
-from training.checkpoint import CheckpointError, find, load_model, read_about
+from training.checkpoint import find, load_model
+from training.model_file import CheckpointError, read_about
 from training.runtime import choose_device
 
 LENGTHS = 64  # contexts are filled up to multiples of this

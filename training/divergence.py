@@ -16,7 +16,7 @@ from torch import Tensor
 
 from configs import Config, replace, to_toml
 from data.dataset import Dataset
-from training import checkpoint
+from training import checkpoint, model_file
 from training.dynamics import depth_names
 from training.runtime import Runtime
 from training.trainer import Trainer
@@ -109,7 +109,7 @@ class Guard:
             targets=targets,
             healthy=self.healthy,
         )
-        about = checkpoint.about(trainer.model, self.dataset.meta.get("tokenizer"))
+        about = model_file.about(trainer.model, self.dataset.meta.get("tokenizer"))
         try:
             with checkpoint.writing(folder) as path:
                 checkpoint.write(path, weights, about, state, None)
@@ -283,12 +283,12 @@ def replay(config: Config, runtime: Runtime) -> None:
     """Repeats the failed step of `config.start.replay`; raises Diverged with the report if it fails again."""
     path = Path(config.start.replay)
     if not (path / "report.txt").exists():
-        raise checkpoint.CheckpointError(f"{path} is not the `diverged` folder that a run leaves behind")
+        raise model_file.CheckpointError(f"{path} is not the `diverged` folder that a run leaves behind")
     found = checkpoint.check(path)
-    weights, _ = checkpoint.read_model(path)
+    weights, _ = model_file.read_model(path)
     state = checkpoint.load_trainer(found, FailedState)
     trainer = Replay(config, runtime, SavedBatch(state.tokens, state.targets))
-    checkpoint.check_weights(trainer.model, weights, path)
+    model_file.check_weights(trainer.model, weights, path)
     trainer.check_state(state.optimizer, path)
     trainer.load_weights(weights)
     trainer.load_state(state.optimizer, state.scaler)

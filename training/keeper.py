@@ -5,7 +5,7 @@ from dataclasses import asdict
 
 from configs import ConfigError
 from data import Dataset
-from training import checkpoint
+from training import checkpoint, model_file
 from training.checkpoint import Progress, TrainerState
 from training.folder import RunFolder, check_same_run
 from training.trainer import Trainer
@@ -61,8 +61,8 @@ class Keeper:
         if state.data != self.dataset.fingerprint:
             raise ConfigError(f"--resume: {self.dataset.path} is not the data that this run has trained on")
         check_same_run(self.trainer.config, state.config, self.tell)
-        weights.update(checkpoint.read_model(found.path)[0])
-        checkpoint.check_weights(self.trainer.model, weights, found.path)
+        weights.update(model_file.read_model(found.path)[0])
+        model_file.check_weights(self.trainer.model, weights, found.path)
         self.trainer.check_state(state.optimizer, found.path)
         self.tell(f"resuming {self.folder.path} at step {found.step}")
         return state
@@ -70,8 +70,8 @@ class Keeper:
     def read_foreign(self, weights: dict) -> None:
         """The weights, and nothing else, that --init-from names."""
         path = checkpoint.find(self.trainer.config.start.init_from)
-        found, about = checkpoint.read_model(path)
-        checkpoint.check_weights(self.trainer.model, found, path)
+        found, about = model_file.read_model(path)
+        model_file.check_weights(self.trainer.model, found, path)
         theirs, ours = about["tokenizer"], self.dataset.meta.get("tokenizer")
         if theirs and ours and theirs != ours:
             raise ConfigError(
@@ -103,7 +103,7 @@ class Keeper:
             config=asdict(config),
             data=self.dataset.fingerprint,
         )
-        about = checkpoint.about(self.trainer.model, self.dataset.meta.get("tokenizer"))
+        about = model_file.about(self.trainer.model, self.dataset.meta.get("tokenizer"))
         val_loss = progress.val_loss if progress.val_step == progress.step else None
         try:
             self.folder.sync_metrics()

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import kernels
 from configs import Config, ConfigError, replace
 from data import DataError
-from training.checkpoint import CheckpointError
+from training.model_file import CheckpointError
 
 T = TypeVar("T")
 USER_ERRORS = (ConfigError, DataError, CheckpointError)

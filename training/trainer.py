@@ -16,7 +16,6 @@ from configs import Config
 from data import EvalWindows, TrainBatches
 from data.dataset import Dataset
 from model import GPT
-from training.checkpoint import CheckpointError, model_weights
 from training.distributed import (
     assign,
     pool_statistics,
@@ -28,6 +27,7 @@ from training.distributed import (
     whole,
 )
 from training.dynamics import Observed, PartNorms, depth_names, part_names
+from training.model_file import CheckpointError, model_weights
 from training.optimizer import learning_rate, make_optimizer
 from training.runtime import Runtime, accumulation
 
