@@ -36,6 +36,7 @@ from training.runtime import (
     USER_ERRORS,
     Runtime,
     end,
+    is_local_main,
     leave,
     lost_peer,
     multiplies_bfloat16,
@@ -63,7 +64,7 @@ def main(argv: Sequence[str]) -> None:
         config, runtime = start(config)
         (replay if config.start.replay else train)(config, runtime)
     except USER_ERRORS as e:
-        if runtime is None and os.environ.get("LOCAL_RANK", "0") != "0":
+        if runtime is None and not is_local_main():
             leave()  # the first process of this machine has found the same
         user_error(str(e))
     except Diverged as e:

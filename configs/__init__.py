@@ -204,7 +204,7 @@ def load_config(argv: Sequence[str], prog: str = "train.py") -> Config:
 
 def at_its_place(config: Config, file: Path) -> Config:
     """A run's own config.toml means the run that it lies in, which may have been copied or moved."""
-    folder = file.parent if file.parent.name else file.parent.resolve()
+    folder = file.parent.resolve() if file.parent.name in ("", "..") else file.parent
     if file.name != "config.toml" or not (folder / "checkpoints").is_dir():
         return config
     return replace(config, "run", out_dir=str(folder.parent), run_name=folder.name)

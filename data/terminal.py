@@ -10,9 +10,10 @@ class Forgiving(io.FileIO):
 
     def write(self, data) -> int:
         try:
-            return super().write(data)
+            written = super().write(data)
         except OSError:
             return len(data)
+        return len(data) if written is None else written  # None: a pipe that does not wait, and is full
 
 
 def forgive_output() -> None:

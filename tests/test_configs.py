@@ -111,6 +111,20 @@ def test_values_that_nothing_can_hold_are_refused(flags, says):
     assert says in refusal(["configs/quickstart.toml", *flags])
 
 
+def test_a_runs_own_configuration_is_found_from_inside_its_folder(tmp_path, monkeypatch):
+    inside = tmp_path / "runs" / "second" / "wandb"
+    inside.mkdir(parents=True)
+    (inside.parent / "checkpoints").mkdir()
+    (inside.parent / "config.toml").write_text(
+        to_toml(load_config(["--run-name", "first"])), encoding="utf-8"
+    )
+    for place, file in ((inside, "../config.toml"), (inside.parent, "config.toml")):
+        monkeypatch.chdir(place)
+        run = load_config([file, "--resume"]).run
+        assert (run.out_dir, run.run_name) == (str(tmp_path / "runs"), "second")
+        assert load_config([file]).run.run_name == "first"
+
+
 @pytest.mark.parametrize("name", ['say "hi" \\ now', "tab\there", "\x7f\x01", "é→"])
 def test_any_string_survives_toml(name):
     assert tomllib.loads(f"key = {toml_value(name)}") == {"key": name}

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import resource
 import shlex
 from dataclasses import replace
@@ -392,6 +393,23 @@ def test_what_is_there_is_kept_unless_overwrite_says_otherwise(folder, tmp_path,
         assert "holds other files" in error_of(capsys, "fold", folder, "-o", tmp_path / "mine", *flags)
     assert "holds what is being converted" in error_of(capsys, "fold", folder, "-o", folder, "--overwrite")
     assert (folder / "model.safetensors").exists()
+
+
+def test_a_link_to_the_folder_stays_one(folder, tmp_path, monkeypatch):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "out").symlink_to("disk")
+    for flags in ([], ["--overwrite"], ["--overwrite"]):
+        convert.main(["fold", str(folder), "-o", str(tmp_path / "out"), *flags])
+        assert os.readlink(tmp_path / "out") == "disk"
+        assert sorted(f.name for f in tmp_path.iterdir()) == ["disk", "ours", "out"]
+    load_model(tmp_path / "disk")
+
+
+def test_the_folder_one_stands_in_can_be_written(folder, tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    convert.main(["fold", str(folder), "-o", "."])
+    load_model(tmp_path / "here")
 
 
 def test_a_write_that_fails_leaves_nothing_behind_and_what_was_there(folder, tmp_path, capsys, monkeypatch):

@@ -29,7 +29,9 @@ from tiny_runs import (
 )
 
 import train as script
+from configs import ConfigError
 from training import checkpoint
+from training.folder import RunFolder
 from training.stop import EXIT_STOPPED, EXIT_UNSAVED
 from training.tracker import Tracker, cut_after, read_metrics
 
@@ -341,13 +343,44 @@ def test_a_folder_deleted_during_training_is_survived(argv, tmp_path, monkeypatc
     assert [row["iter"] for row in rows(tmp_path / "tiny")] == [6, 8, 9, 10, 12]
 
 
+def test_a_folder_that_is_gone_and_cannot_be_a_run_again_is_told_and_training_goes_on(
+    argv, tmp_path, monkeypatch, capsys
+):
+    def refuse(self, config):
+        raise ConfigError("the disk is full")
+
+    before_step(monkeypatch, 6, lambda: monkeypatch.setattr(RunFolder, "renew", refuse))
+    assert train(*argv) == EXIT_UNSAVED
+    said = capsys.readouterr().out
+    assert "the checkpoint of step 8 could not be written" in said
+    assert f"ending at step {STEPS} without its checkpoint" in said
+
+
+def test_a_pipe_that_does_not_wait_and_is_full_costs_nothing(tmp_path):
+    command = "from data.terminal import forgive_output; forgive_output(); print('x' * 10**6, flush=True)"
+    ours, theirs = os.pipe()
+    os.set_blocking(theirs, False)
+    done = subprocess.run([sys.executable, "-c", command], stdout=theirs, stderr=subprocess.PIPE)
+    os.close(ours)
+    os.close(theirs)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 def test_a_path_too_long_is_one_sentence(argv, tmp_path, capsys):
     assert train(*argv, "--run-name", "a" * 300) == 2
     assert capsys.readouterr().err.endswith("cannot be written: File name too long\n")
 
 
 def test_more_memory_than_there_is_is_one_sentence(argv, capsys):
-    assert train(*argv, "--n-embd", "1000000000", "--n-head", "1") == 2
+    size = (
+        "--n-embd",
+        "1000000000",
+        "--n-head",
+        "1",
+        "--vocab-size",
+        "2000000000",
+    )  # beyond any address space
+    assert train(*argv, *size) == 2
     assert capsys.readouterr().err.startswith("error: there is not enough memory for this model and batch; ")
 
 
@@ -415,7 +448,7 @@ def test_a_line_that_a_power_cut_left_half_written_is_cut_off(tmp_path):
 
 def test_a_damaged_line_costs_no_rows_after_it(tmp_path, capsys):
     file = tmp_path / "metrics.jsonl"
-    before = b'{"iter": 1}\ngarbage\n{"iter": 3}\n{"iter": 4}\n'
+    before = b'{"iter": 1}\ngarbage\n{"iter": 1e999}\n{"iter": 3}\n{"iter": 4}\n'
     file.write_bytes(before)
     cut_after(file, 3)
     assert file.read_bytes() == b'{"iter": 1}\n{"iter": 3}\n'

@@ -286,6 +286,7 @@ def test_a_link_to_a_report_stays_one(tmp_path):
     [
         ("| true", 0, ""),
         ("> /dev/full", 2, "error: standard output cannot be written: No space left on device\n"),
+        (">&-", 0, ""),
         ("| cat", 0, ""),
     ],
 )

@@ -151,6 +151,7 @@ def test_a_run_whose_vocabulary_cannot_be_fetched_ends_well_without_a_sample(pla
     ("variables", "says"),
     [
         ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two', and not a number from 1 up"),
+        ({"LOCAL_RANK": "first"}, "LOCAL_RANK is 'first', and not a number from 0 up"),
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE is '0', and not a number from 1 up"),
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE is 2, but it lacks RANK, MASTER_ADDR, MASTER_PORT"),
         (

@@ -15,7 +15,6 @@ import dataclasses
 import json
 import re
 import shlex
-import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -297,26 +296,15 @@ def check_free(options: Target) -> None:
 
 @contextlib.contextmanager
 def written(options: Target, source: Path) -> Iterator[Path]:
-    """A folder to write into, which becomes `options.out` when all is written. Raises ConfigError.
-
-    What `options.out` held is moved aside for that, and back if it fails.
-    """
-    out = Path(options.out)
+    """A folder to write into, which becomes `options.out` when all is written. Raises ConfigError."""
+    out = Path(options.out).resolve()  # a link stays one
     if out.resolve() in (source.resolve(), *source.resolve().parents):
         raise ConfigError(f"--out {out} holds what is being converted; choose another folder")
-    aside = out.with_name(f".replaced_{out.name}")
     try:
-        with writing(out) as folder:
+        with writing(out, replacing=True) as folder:
             yield folder
-            if out.exists():
-                shutil.rmtree(aside, ignore_errors=True)
-                out.replace(aside)
     except (SafetensorError, OSError) as e:  # how safetensors and everything else report a full disk
         raise ConfigError(f"{out} cannot be written: {getattr(e, 'strerror', None) or e}") from None
-    finally:
-        if aside.exists() and not out.exists():
-            aside.replace(out)
-        shutil.rmtree(aside, ignore_errors=True)
 
 
 def summary(config: ModelConfig) -> str:

@@ -12,6 +12,8 @@ from configs import ConfigError
 def check_writable(flag: str, path: str) -> None:
     """Raises ConfigError, before any work, where no file can be made at `path`; an empty one is no file."""
     folder = Path(path).parent
+    if path and is_special(Path(path)):
+        return
     if path and Path(path).is_dir():
         raise ConfigError(f"{flag} {path} is a folder; name a file")
     if path and not folder.is_dir():
@@ -20,33 +22,41 @@ def check_writable(flag: str, path: str) -> None:
         raise ConfigError(f"{flag} {path} cannot be written: the folder {folder} is read-only")
 
 
+def is_special(path: Path) -> bool:
+    """Whether this is a device or a pipe, such as /dev/stdout, which is written itself."""
+    return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
+
+
 @contextlib.contextmanager
 def new_file(path: Path) -> Iterator[Path]:
     """A file to write into, which takes the place of `path` when all is written. Raises ConfigError."""
-    special = path.exists() and not path.is_file() and not path.is_dir()  # /dev/stdout is written itself
-    target = path if special else path.resolve()  # a link stays one
-    temporary = target if special else target.with_name(f".writing_{target.name}")
     try:
-        yield temporary
-        temporary.replace(target)
-    except OSError as e:
-        raise ConfigError(f"{path} cannot be written: {e.strerror or e}") from None
-    finally:
-        if not special:
+        if is_special(path):
+            yield path
+            return
+        target = path.resolve()  # a link stays one
+        temporary = target.with_name(f".writing_{target.name}")
+        try:
+            yield temporary
+            temporary.replace(target)
+        finally:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
+    except OSError as e:
+        raise ConfigError(f"{path} cannot be written: {e.strerror or e}") from None
 
 
 def say(text: str) -> None:
-    """Prints at once. What the terminal cannot show becomes `?`, and a reader that has left, as head does, ends us.
+    """Prints at once. What the terminal cannot show becomes `?`; a reader that has left, as head does, is not missed.
 
     Raises ConfigError where standard output is a file on a full disk.
     """
+    if sys.stdout is None:  # the shell has closed it
+        return
     sys.stdout.reconfigure(errors="replace")
     try:
         print(text, flush=True)
     except OSError as e:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
-        if isinstance(e, BrokenPipeError):
-            raise SystemExit(0) from None
-        raise ConfigError(f"standard output cannot be written: {e.strerror}") from None
+        if not isinstance(e, BrokenPipeError):
+            raise ConfigError(f"standard output cannot be written: {e.strerror}") from None

@@ -293,20 +293,21 @@ def main(argv: Sequence[str]) -> None:
         config = load_config([options.recipe, *argv[end + 1 :]])
         if options.show == "switches":
             found = switches(config, options.rounds)
-            say("\n".join(lines(found)))
+            text = "\n".join(lines(found))
         elif options.show == "logging":
             cost = logging_cost.measure(config, options.rounds)
             found = asdict(cost) | {"share": cost.share}
-            say(str(cost))
+            text = str(cost)
         else:
             found = measure(config, options.rounds, options.compiled)
-            say("\n".join(table(found)))
+            text = "\n".join(table(found))
             if options.picture:
                 with new_file(Path(options.picture)) as file:
                     draw(found, file)
         if options.json:
             with new_file(Path(options.json)) as file:
                 file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        say(text)
     except (ConfigError, DataError) as e:
         user_error(str(e))
 

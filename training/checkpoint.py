@@ -109,8 +109,11 @@ def save(
 
 
 @contextlib.contextmanager
-def writing(final: Path) -> Iterator[Path]:
-    """A folder to write into. What it holds at the end is synced and renamed to `final`; after a failure it is gone."""
+def writing(final: Path, replacing: bool = False) -> Iterator[Path]:
+    """A folder to write into. What it holds at the end is synced and renamed to `final`; after a failure it is gone.
+
+    replacing: what `final` holds is deleted, but only then.
+    """
     temporary = final.with_name(f".writing_{final.name}")
     try:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -119,6 +122,8 @@ def writing(final: Path) -> Iterator[Path]:
         for file in sorted(temporary.iterdir()):
             sync(file)
         sync(temporary)
+        if replacing:
+            shutil.rmtree(final, ignore_errors=True)
         os.replace(temporary, final)
         sync(final.parent)
     finally:

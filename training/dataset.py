@@ -1,10 +1,8 @@
 """The data that a configuration names, and the vocabulary that the data set leaves it to take over."""
 
-import os
-
 from configs import Config, replace
 from data import DataError, Dataset, check_token_range, ensure_prepared, open_dataset
-from training.runtime import Runtime
+from training.runtime import Runtime, is_local_main
 
 
 def open_data(config: Config, runtime: Runtime) -> tuple[Config, Dataset]:
@@ -25,6 +23,6 @@ def fit(config: Config, dataset: Dataset) -> Config:
                 f"{dataset.path} does not say how large its vocabulary is; pass --vocab-size, say 65"
             )
         config = replace(config, "model", vocab_size=dataset.vocab_size)
-    if os.environ.get("LOCAL_RANK", "0") == "0":  # may read all of it: once on each machine
+    if is_local_main():  # as this may read all of it
         check_token_range(dataset, config.model.vocab_size)
     return config

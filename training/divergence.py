@@ -7,7 +7,6 @@ one before the failed step. The diagnosis computes that step's gradient again.
 """
 
 import math
-import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -111,11 +110,10 @@ class Guard:
         )
         about = model_file.about(trainer.model, self.dataset.meta.get("tokenizer"))
         try:
-            with checkpoint.writing(folder) as path:
+            with checkpoint.writing(folder, replacing=True) as path:
                 checkpoint.write(path, weights, about, state, None)
                 (path / "config.toml").write_text(to_toml(config), encoding="utf-8")
                 (path / "report.txt").write_text(text + "\n", encoding="utf-8")
-                shutil.rmtree(folder, ignore_errors=True)
         except OSError as e:
             return f"  saved    nothing, as {folder} cannot be written ({e.strerror or e})"
         return f"  saved    state, batch and this report; python train.py --replay {folder} repeats the step"

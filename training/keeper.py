@@ -110,8 +110,8 @@ class Keeper:
             checkpoint.save(self.folder.path, weights, about, state, val_loss, config.run.keep_checkpoints)
             self.folder.renew(config)
             self.intact = True
-        except OSError as e:
-            self.intact, self.problem = False, e.strerror or str(e)
+        except (OSError, ConfigError) as e:
+            self.intact, self.problem = False, getattr(e, "strerror", None) or str(e)
             self.tell(
                 f"the checkpoint of step {progress.step} could not be written to {self.folder.path} "
                 f"({self.problem}); what was saved before is untouched, and the next interval tries again"

@@ -33,12 +33,13 @@ def make_optimizer(model: GPT, config: OptimConfig) -> "torch.optim.AdamW | Skip
         {"params": [p for n, p in others.items() if not decay[n]], "weight_decay": 0.0},
     ]
     adamw = torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
+    heeds = model.embed.weight.device.type != "mps"
     if not hidden:
-        return Skipping(adamw) if model.embed.weight.device.type == "mps" else adamw
+        return adamw if heeds else Skipping(adamw)
     muon = torch.optim.Muon(
         hidden, lr=config.lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"
     )
-    return Skipping(muon, adamw)
+    return Skipping(muon, fused=adamw) if heeds else Skipping(muon, adamw)
 
 
 def hidden_matrices(model: GPT) -> list[torch.nn.Parameter]:
@@ -47,21 +48,27 @@ def hidden_matrices(model: GPT) -> list[torch.nn.Parameter]:
 
 
 class Skipping:
-    """Several of torch's optimizers as one, with fused AdamW's interface, which most of them lack.
+    """Several of torch's optimizers as one, with the interface of fused AdamW.
 
-    `step` divides the gradients by `grad_scale` and changes nothing, on the device, where `found_inf` is 1.
+    `step` divides the gradients by `grad_scale` and changes nothing, on the device, where `found_inf` is 1. `fused`
+    heeds them by itself; the others do not know them, and what they change is kept aside and put back.
     """
 
-    def __init__(self, *optimizers: torch.optim.Optimizer):
-        self.optimizers, self.state = optimizers, optimizers[0].state
-        for optimizer in optimizers:
+    def __init__(self, *optimizers: torch.optim.Optimizer, fused: torch.optim.AdamW | None = None):
+        self.optimizers, self.fused = optimizers, fused
+        self.every = [*optimizers, fused] if fused else optimizers
+        self.state = self.every[0].state
+        for optimizer in self.every:
             optimizer.state = self.state
-        self.param_groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        self.param_groups = [group for optimizer in self.every for group in optimizer.param_groups]
         self.grad_scale, self.found_inf = torch.tensor(1.0), torch.tensor(0.0)
 
     @torch.no_grad()
     def step(self) -> None:
-        params = [p for group in self.param_groups for p in group["params"]]
+        if self.fused:
+            self.fused.grad_scale, self.fused.found_inf = self.grad_scale, self.found_inf
+            self.fused.step()
+        params = [p for o in self.optimizers for group in o.param_groups for p in group["params"]]
         torch._foreach_div_([p.grad for p in params], self.grad_scale)
         before = [(p.clone(), {key: value.clone() for key, value in self.state[p].items()}) for p in params]
         for optimizer in self.optimizers:
@@ -73,7 +80,7 @@ class Skipping:
                 value.copy_(torch.where(skip, state.get(key, 0.0), value))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        for optimizer in self.optimizers:
+        for optimizer in self.every:
             optimizer.zero_grad(set_to_none)
 
 

@@ -117,7 +117,8 @@ def leave(exit_code: int = 2) -> NoReturn:
 
 def out_of_memory(error: Exception) -> bool:
     """Whether more memory was asked for than the machine or its GPU has left."""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    signs = ("can't allocate memory", "Storage size calculation overflowed")
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(s in str(error) for s in signs)
 
 
 def lost_peer(error: Exception) -> bool:
@@ -163,6 +164,12 @@ def start(config: Config) -> tuple[Config, Runtime]:
         control = dist.new_group(backend="gloo") if kind == "cuda" else dist.group.WORLD
         return config, Runtime(device, dist.get_rank(), world, control)
     return config, Runtime(device)
+
+
+def is_local_main() -> bool:
+    """Whether this is the first process of its machine, or says nothing of its place that makes sense."""
+    local_rank = os.environ.get("LOCAL_RANK", "0")
+    return not local_rank.isdecimal() or int(local_rank) == 0
 
 
 def number_of(variable: str, default: int, least: int = 0) -> int:

@@ -41,8 +41,11 @@ def cut_after(path: Path, step: int) -> None:
         os.truncate(path, sum(map(len, kept)))
         return
     new, old = path.with_suffix(".new"), path.with_suffix(".damaged.jsonl")
-    new.write_bytes(b"".join(kept))
-    path.replace(old)
+    shutil.copyfile(path, old)
+    with new.open("wb") as f:
+        f.write(b"".join(kept))
+        f.flush()
+        os.fsync(f.fileno())
     new.replace(path)
     print(f"{path} had damaged lines, which are left out now; {old} is the file as it was", file=sys.stderr)
 
@@ -51,7 +54,7 @@ def step_of(line: bytes) -> float:
     """The optimizer step of a row of metrics.jsonl; infinity for a damaged one."""
     try:
         return float(json.loads(line)["iter"]) if line.endswith(b"\n") else math.inf
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return math.inf
 
 

@@ -64,7 +64,8 @@ def finish(figure, path: Path) -> Path:
 def single(path: Path, draw) -> Path:
     figure, axes = new_figure(1, 1, (4.8, 3.2))
     draw(axes[0, 0])
-    axes[0, 0].legend(ncols=2)
+    if axes[0, 0].lines:
+        axes[0, 0].legend(ncols=2)
     return finish(figure, path)
 
 
