@@ -149,7 +149,8 @@ def test_the_table_of_switches_has_every_combination(recipe):
     ("flags", "says"),
     [
         (("--rounds", "1"), "--rounds is 1; quartiles want at least 2"),
-        (("--show", "logging", "--picture", "p.png"), "--picture shows the classes, not logging"),
+        (("--logging", "--picture", "p.png"), "--logging and --picture exclude each other"),
+        (("--logging", "--switches"), "--switches and --logging exclude each other"),
         (("--picture", "p.jpg"), "--picture wants a .png or an .svg, not '.jpg'"),
         (
             ("--picture", "/nonexistent/x.png"),

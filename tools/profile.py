@@ -2,7 +2,7 @@
 
     python -m tools.profile configs/shakespeare_char_cpu.toml
     python -m tools.profile configs/quickstart.toml --picture profile.png -- --norm rmsnorm
-    python -m tools.profile configs/shakespeare_char_cpu.toml --show switches
+    python -m tools.profile configs/shakespeare_char_cpu.toml --switches
 
 Flags after `--` are train.py's. An operator of the backward pass belongs to the class of the forward operator that
 autograd made it for.
@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own notes; read when torch is loaded
 
@@ -74,8 +74,10 @@ class Options:
     """Steps of every setting that are measured."""
     compiled: bool = True
     """Also compile the model, which takes a minute or two."""
-    show: Literal["classes", "switches", "logging"] = "classes"
-    """The classes; the speed of every norm, placement and qk_norm relative to pre LayerNorm; or what logging costs."""
+    switches: bool = False
+    """Instead: the speed of every norm, placement and qk_norm relative to pre LayerNorm."""
+    logging: bool = False
+    """Instead: what logging costs."""
     json: str = ""
     """File for the numbers."""
     picture: str = ""
@@ -83,7 +85,8 @@ class Options:
 
     def __post_init__(self):
         check_rounds(self.rounds)
-        require(not self.picture or self.show == "classes", f"--picture shows the classes, not {self.show}")
+        chosen = [f"--{name}" for name in ("switches", "logging", "picture") if getattr(self, name)]
+        require(len(chosen) < 2, f"{' and '.join(chosen)} exclude each other")
         kind = Path(self.picture).suffix
         require(
             not self.picture or kind in (".png", ".svg"), f"--picture wants a .png or an .svg, not {kind!r}"
@@ -291,10 +294,10 @@ def main(argv: Sequence[str]) -> None:
         check_writable("--json", options.json)
         check_writable("--picture", options.picture)
         config = load_config([options.recipe, *argv[end + 1 :]])
-        if options.show == "switches":
+        if options.switches:
             found = switches(config, options.rounds)
             text = "\n".join(lines(found))
-        elif options.show == "logging":
+        elif options.logging:
             cost = logging_cost.measure(config, options.rounds)
             found = asdict(cost) | {"share": cost.share}
             text = str(cost)
