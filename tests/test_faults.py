@@ -25,7 +25,6 @@ from tiny_runs import (
     saved,
     start,
     train,
-    wait_for,
 )
 
 import train as script
@@ -356,16 +355,6 @@ def test_a_folder_that_is_gone_and_cannot_be_a_run_again_is_told_and_training_go
     assert f"ending at step {STEPS} without its checkpoint" in said
 
 
-def test_a_pipe_that_does_not_wait_and_is_full_costs_nothing(tmp_path):
-    command = "from data.terminal import forgive_output; forgive_output(); print('x' * 10**6, flush=True)"
-    ours, theirs = os.pipe()
-    os.set_blocking(theirs, False)
-    done = subprocess.run([sys.executable, "-c", command], stdout=theirs, stderr=subprocess.PIPE)
-    os.close(ours)
-    os.close(theirs)
-    assert (done.returncode, done.stderr) == (0, b"")
-
-
 def test_a_path_too_long_is_one_sentence(argv, tmp_path, capsys):
     assert train(*argv, "--run-name", "a" * 300) == 2
     assert capsys.readouterr().err.endswith("cannot be written: File name too long\n")
@@ -382,42 +371,6 @@ def test_more_memory_than_there_is_is_one_sentence(argv, capsys):
     )  # beyond any address space
     assert train(*argv, *size) == 2
     assert capsys.readouterr().err.startswith("error: there is not enough memory for this model and batch; ")
-
-
-# Output
-
-
-def test_a_reader_of_the_output_that_goes_away_costs_nothing(argv, tmp_path):
-    """As in `train.py ... 2>&1 | head -1`, and `| tee log` that Ctrl-C has ended first."""
-    process = start(*argv, "--run-name", "unread")
-    process.stdout.readline()
-    process.stdout.close()
-    process.stderr.close()
-    assert process.wait(timeout=600) == 0
-    assert train(*argv, "--run-name", "whole") == 0
-    assert_same_end(tmp_path / "unread", tmp_path / "whole")
-
-
-def test_an_interrupt_that_nobody_reads_about_saves(argv, tmp_path):
-    """Ctrl-C reaches every process of `train.py ... 2>&1 | tee log`, and tee is gone first."""
-    process = start(*argv, "--max-iters", "100000")
-    for line in process.stdout:
-        if line.startswith("step 0"):
-            break
-    process.stdout.close()
-    process.stderr.close()
-    wait_for(lambda: (tmp_path / "tiny" / "metrics.jsonl").exists())
-    process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=600) == EXIT_STOPPED
-    assert saved(tmp_path / "tiny")[1].progress.step >= rows(tmp_path / "tiny")[-1]["iter"]
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="wants /dev/full")
-def test_output_on_a_full_disk_costs_nothing(argv, tmp_path):
-    with open("/dev/full", "w") as full:
-        command = [sys.executable, "train.py", *map(str, argv)]
-        assert subprocess.run(command, stdout=full, stderr=full, timeout=600).returncode == 0
-    assert saved(tmp_path / "tiny")[1].progress.step == STEPS
 
 
 # Metrics
