@@ -177,7 +177,9 @@ def loop(trainer: Trainer, keeper: Keeper, tracker: Tracker | None, request: Sto
             emit(tracker, step, step * tokens_per_step, row)
             clock.show(step, row, tell)
         if save:
-            progress.wandb_id = tracker and tracker.wandb_id
+            if tracker:
+                tracker.hand_over()
+                progress.wandb_id = tracker.wandb_id
             keeper.save()
         if look or evaluate or save:
             clock.restart(step)

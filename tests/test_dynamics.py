@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from model import GPT, Linear, ModelConfig
 from training.clock import Clock, duration, flops_per_token, peak_flops
-from training.dynamics import Observed, PartNorms, branch_names, depth_names, part_names
+from training.dynamics import Observed, PartNorms, branch_names, depth_names, mean_square, part_names
 from training.runtime import Runtime
 
 DEPTHS = ["embed", "layer_00.attn", "layer_00.mlp", "layer_01.attn", "layer_01.mlp"]
@@ -71,6 +71,15 @@ def test_exact_keys_and_parts_that_add_up(tmp_path):
 def test_names_of_depths(n_layer):
     assert len(branch_names(n_layer)) == 2 * n_layer
     assert depth_names(n_layer) == sorted(depth_names(n_layer)), "names sort as the stream flows"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "error"), [(torch.bfloat16, 1e-6), (torch.float32, 1e-6), (torch.float64, 1e-14)]
+)
+def test_the_mean_square_of_a_large_stream_keeps_its_digits(dtype, error):
+    """In float32, where one norm over these ten million numbers is wrong in the fourth digit; float64 in itself."""
+    x = torch.randn(10_000, 1_000, generator=torch.Generator().manual_seed(1)).to(dtype)
+    assert mean_square(x).item() == pytest.approx(x.double().square().mean().item(), rel=error)
 
 
 class Constant(torch.nn.Module):

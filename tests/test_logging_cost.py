@@ -18,9 +18,22 @@ def test_share_of_the_throughput():
     assert LoggingCost(10.0, 2.0, 25.0, 10, 0).share == pytest.approx(0.2 / 10.2)
 
 
-def test_every_kind_of_work_is_counted_where_it_belongs(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("flags", "length", "looks"),
+    [
+        (
+            (),
+            8,
+            16,
+        ),  # rows every 2 steps would leave none between, and looks are due sooner than these rounds end
+        (("--log-interval", "10", "--probe-interval", "20"), 10, 8),
+        (("--log-interval", "10", "--probe-interval", "1000"), 10, 8),  # or there would be none
+        (("--probe-interval", "0"), 8, 0),
+    ],
+)
+def test_every_kind_of_work_is_counted_where_it_belongs(flags, length, looks, tmp_path, monkeypatch):
     """On a clock that only these functions move."""
-    now = 0.0
+    now, calls = 0.0, []
 
     def takes(owner, name, seconds):
         real = getattr(owner, name)
@@ -28,6 +41,7 @@ def test_every_kind_of_work_is_counted_where_it_belongs(tmp_path, monkeypatch):
         def slow(*args):
             nonlocal now
             now += seconds
+            calls.append((name, *args[1:]))
             return real(*args)
 
         monkeypatch.setattr(owner, name, slow)
@@ -35,10 +49,17 @@ def test_every_kind_of_work_is_counted_where_it_belongs(tmp_path, monkeypatch):
     takes(Trainer, "step", 0.010)
     takes(Trainer, "row", 0.001)
     takes(Tracker, "log", 0.003)
+    takes(Tracker, "hand_over", 0.048)  # at the end, as it would be WANDB_SECONDS later
     takes(Probe, "remember", 0.050)
     takes(Probe, "measure", 0.200)
     monkeypatch.setattr(time, "perf_counter", lambda: now)
+    monkeypatch.setattr(time, "monotonic", lambda: now)
     tiny_data(tmp_path / "data")
-    cost = measure(load_config([*FLAGS, "--dataset", str(tmp_path / "data")]), rounds=3)
-    assert (cost.step_ms, cost.logged_ms, cost.look_ms) == pytest.approx((10, 4, 253))
-    assert (cost.log_interval, cost.probe_interval) == (2, 4)
+    config = load_config([*FLAGS, "--dataset", str(tmp_path / "data"), *flags])
+    cost = measure(config, rounds=16)
+    assert (cost.step_ms, cost.logged_ms) == pytest.approx((10, 4 + 48 / 16))
+    assert cost.look_ms == pytest.approx(253 if looks else 0)
+    assert (cost.log_interval, cost.probe_interval) == (config.run.log_interval, config.run.probe_interval)
+    watched = [call[1] for call in calls if call[0] == "step" and call[2]]
+    assert watched == list(range(0, 17 * length, length)), "16 rounds after one to warm up"
+    assert sum(call[0] == "measure" for call in calls) == 1 + looks

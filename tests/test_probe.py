@@ -7,8 +7,9 @@ import torch
 from dynamics_cases import CASES, Textbook, known_model, rms, tiny_trainer, tokens_and_targets
 
 from model import GPT, ModelConfig, Norm, PreJoin
+from training import probe
 from training.dynamics import PartNorms, branch_names, depth_names
-from training.probe import JoinRecord, Probe, mean_angle, stream_gradients
+from training.probe import JoinRecord, Probe, attention_statistics, mean_angle, stream_gradients
 from training.runtime import Runtime
 
 
@@ -125,6 +126,18 @@ def test_small_angles_keep_their_digits():
     y = torch.tensor([[1.0, 1e-5]])
     assert mean_angle(x, y).item() == pytest.approx(math.degrees(1e-5), rel=1e-4)
     assert mean_angle(x, x).item() == 0
+
+
+@pytest.mark.parametrize("few", [1, 2, 3])
+def test_attention_is_looked_at_a_few_sequences_at_a_time(few, monkeypatch):
+    """Five of them, so that the last piece is a smaller one."""
+    q, k = torch.randn(5, 4, 6, 8).double(), torch.randn(5, 2, 6, 8).double()
+    whole = attention_statistics(q, k)
+    monkeypatch.setattr(probe, "SCORES", (few + 1) * 4 * 6**2 - 1)
+    sizes, softmax = [], torch.Tensor.softmax
+    monkeypatch.setattr(torch.Tensor, "softmax", lambda p, dim: sizes.append(len(p)) or softmax(p, dim))
+    torch.testing.assert_close(attention_statistics(q, k), whole, rtol=1e-12, atol=0)
+    assert sizes == {1: [1] * 5, 2: [2, 2, 1], 3: [3, 2]}[few]
 
 
 def test_branches_of_zeros_add_nothing_and_turn_nothing():

@@ -4,13 +4,15 @@ import json
 import math
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from dynamics_cases import FLAGS, train_here
 
 from configs import load_config
-from training.tracker import Tracker, read_metrics
+from training import checkpoint
+from training.tracker import WANDB_SECONDS, Tracker, read_metrics
 
 
 def records(folder: Path) -> list[dict]:
@@ -83,6 +85,49 @@ def test_without_the_package_training_goes_on_and_it_is_told_once(tmp_path, monk
     assert message.count("wandb failed") == 1
     assert "training goes on" in message
     assert [row["iter"] for row in read_metrics(run / "metrics.jsonl")] == [0, 1, 2, 4, 6, 8, 10, 12]
+
+
+class Service:
+    """Takes rows as a run of wandb's does."""
+
+    id = "abc"
+
+    def __init__(self):
+        self.steps = []
+
+    def log(self, row, step):
+        self.steps.append(step)
+
+    def finish(self, exit_code):
+        pass
+
+
+def test_wandb_gets_the_rows_of_some_seconds_together_and_the_file_each_at_once(tmp_path, monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    t = tracker(tmp_path, "disabled")
+    t.run = Service()
+    for step, handed in enumerate(([0], [0], [0, 1, 2], [0, 1, 2])):
+        t.log({"iter": step})
+        assert t.run.steps == handed
+        assert len(read_metrics(t.path)) == step + 1
+        now += WANDB_SECONDS / 2
+    t.close(0)
+    assert t.run.steps == [0, 1, 2, 3]
+
+
+def test_wandb_has_the_rows_up_to_a_checkpoint_when_it_is_written(tmp_path, monkeypatch):
+    service, had, save = Service(), {}, checkpoint.save
+
+    def seen(run_dir, weights, about, state, *rest):
+        had[state.progress.step] = service.steps[-1:]
+        save(run_dir, weights, about, state, *rest)
+
+    monkeypatch.setattr(checkpoint, "save", seen)
+    monkeypatch.setattr(Tracker, "start_wandb", lambda self, *_: setattr(self, "run", service))
+    train_here(tmp_path, "--wandb", "offline")
+    assert had == {0: [], 6: [6], 12: [12]}
+    assert service.steps == [0, 1, 2, 4, 6, 8, 10, 12]
 
 
 class BrokenService:

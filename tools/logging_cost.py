@@ -1,9 +1,10 @@
-"""What looking inside costs: steps with and without it, taken in turns in one process."""
+"""What looking inside costs: the steps that are logged and those that follow, beside the steps between."""
 
-import itertools
 import statistics
 import tempfile
+from collections import defaultdict
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from configs import Config
@@ -14,14 +15,17 @@ from training.runtime import start
 from training.tracker import Tracker
 from training.trainer import Trainer
 
+FELT = 3  # steps that feel a row or a look: its own, and those beside which wandb's service works
+LOOKS = 8  # taken at least, where there are as many rounds
+
 
 @dataclass(frozen=True)
 class LoggingCost:
-    """Median times in milliseconds, and the intervals they are spread over."""
+    """Mean times in milliseconds, and the intervals they are spread over."""
 
     step_ms: float
     logged_ms: float
-    """What a logged step takes longer: statistics, transfer, metrics.jsonl and wandb."""
+    """What a logged step takes longer: statistics, transfer, metrics.jsonl and its share of wandb's work."""
     look_ms: float
     """What a closer look takes, with the copy of the parameters before it."""
     log_interval: int
@@ -42,45 +46,61 @@ class LoggingCost:
         )
 
 
+class Watched:
+    """A training run that takes its steps as train.py does, and how long they take."""
+
+    def __init__(self, config: Config, folder: Path):
+        config, runtime = start(config)
+        config, dataset = open_data(config, runtime)
+        self.trainer, self.config, self.device = Trainer(config, runtime, dataset), config, runtime.device
+        self.probe = Probe(self.trainer.model, self.trainer.windows, self.trainer.norms)
+        self.tracker, self.steps = Tracker(folder, config, {}, None), 0
+        self.length = max(config.run.log_interval, 2 * FELT + 2)
+        self.seconds: dict[str, list[float]] = defaultdict(list)
+
+    def round(self, look: bool) -> None:
+        """The steps from one row to the next: the first is logged, and a later one has a closer look if `look`."""
+        for place in range(self.length):
+            kind = "logged" if place < FELT else "look" if look and place < 2 * FELT else "plain"
+            step = partial(self.step, watch=place == 0, look=look and place == FELT)
+            self.seconds[kind].append(seconds(step, self.device))
+
+    def step(self, watch: bool, look: bool) -> None:
+        if look:
+            self.probe.remember()
+        values = self.trainer.step(self.steps, watch)
+        row = self.trainer.row(values, self.steps) if watch else {}
+        row |= self.probe.measure(self.trainer.scale.scale) if look else {}
+        self.steps += 1
+        if row:
+            self.tracker.log({"iter": self.steps} | row)
+
+    def extra(self, kind: str) -> float:
+        """Seconds that the steps of a kind have taken longer than as many plain ones."""
+        return sum(self.seconds[kind]) - len(self.seconds[kind]) * statistics.mean(self.seconds["plain"])
+
+
 def measure(config: Config, rounds: int) -> LoggingCost:
     """The cost of logging on this machine, for a configuration as `load_config` gives it.
 
-    A round is some steps without logging, as many with the last one logged, and a closer look. The device is waited
-    for at the end of each, so what logging makes the host wait is counted: `some` is log_interval where the host runs
-    ahead of the device, and one on a CPU, where it cannot. Raises ConfigError, DataError.
+    Rows and looks come at the intervals of the configuration, as what has not run for a while is slow at first; looks
+    more often where there would be fewer than LOOKS, rows less often where there would be no steps between. The
+    device is waited for after each step. Raises ConfigError, DataError.
     """
-    config, runtime = start(config)
-    config, dataset = open_data(config, runtime)
-    trainer = Trainer(config, runtime, dataset)
-    probe = Probe(trainer.model, trainer.windows, trainer.norms)
-    step, some = 0, 1 if runtime.device.type == "cpu" else config.run.log_interval
-
-    def steps(watch_last: bool) -> dict[str, float]:
-        nonlocal step
-        for i in range(some):
-            values = trainer.step(step, watch := watch_last and i == some - 1)
-            step += 1
-        return trainer.row(values, step - 1) if watch else {}
-
-    def logged() -> None:
-        tracker.log({"iter": step} | steps(watch_last=True))
-
-    def look() -> None:
-        probe.remember()
-        tracker.log({"iter": step} | probe.measure(trainer.scale.scale))
-
-    kinds = (lambda: steps(watch_last=False), logged, look)
     with tempfile.TemporaryDirectory() as folder:
-        tracker = Tracker(Path(folder), config, {}, None)
-        for kind in kinds:  # compilation and first allocations
-            kind()
-        times = [
-            [seconds(kind, runtime.device) for kind in kinds[::way]][::way]
-            for way in itertools.islice(itertools.cycle((1, -1)), rounds)  # what follows a look is slower
-        ]
-        tracker.close(0)
-    plain, extra, closer = (
-        1000 * statistics.median(column)
-        for column in zip(*((plain, log - plain, closer) for plain, log, closer in times), strict=True)
+        run = Watched(config, Path(folder))
+        probe_interval = config.run.probe_interval
+        every = max(1, min(probe_interval // run.length, rounds // LOOKS))
+        run.round(look=True)  # compilation and first allocations
+        run.seconds.clear()
+        for i in range(1, rounds + 1):
+            run.round(look=probe_interval > 0 and i % every == 0)
+        handed = seconds(run.tracker.hand_over, run.device)
+        run.tracker.close(0)
+    return LoggingCost(
+        step_ms=1000 * statistics.mean(run.seconds["plain"]),
+        logged_ms=1000 * (run.extra("logged") + handed) / rounds,
+        look_ms=1000 * run.extra("look") / (rounds // every),
+        log_interval=config.run.log_interval,
+        probe_interval=probe_interval,
     )
-    return LoggingCost(plain / some, extra, closer, config.run.log_interval, config.run.probe_interval)

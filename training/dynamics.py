@@ -57,18 +57,22 @@ class Observed(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor, watch: bool) -> tuple[Tensor, Tensor | None]:
         if not watch:
             return self.model.loss(tokens, targets), None
-        squares: list[Tensor] = []
-        loss = self.model.loss(tokens, targets, watch=lambda x: squares.append(mean_square(x)))
-        return loss, torch.stack(squares)
+        lengths: list[Tensor] = []
+        loss = self.model.loss(tokens, targets, watch=lambda x: lengths.append(row_norms(x)))
+        return loss, torch.stack(lengths).square().mean((1, 2)) / self.model.config.n_embd
+
+
+def row_norms(x: Tensor) -> Tensor:
+    """The L2 norm over features of x [..., D], in float32 (float64 for float64) and without a graph.
+
+    Of rows, as the sum that one norm takes over ten million numbers loses four digits on the CPU.
+    """
+    return torch.linalg.vector_norm(x.detach(), dim=-1, dtype=torch.promote_types(x.dtype, torch.float32))
 
 
 def mean_square(x: Tensor) -> Tensor:
-    """The mean of x^2 over every axis, a scalar in float32 (float64 for float64).
-
-    Not by way of a norm, whose sum loses four digits over ten million numbers on the CPU.
-    """
-    x = x.detach()
-    return x.to(torch.promote_types(x.dtype, torch.float32)).square().mean()
+    """The mean of x^2 over every axis of x [..., D]; see `row_norms`."""
+    return row_norms(x).square().mean() / x.size(-1)
 
 
 class PartNorms:

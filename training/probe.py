@@ -9,26 +9,26 @@ operator, so the gradient of the sum would lack what reaches it through the norm
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode
 
 from data import EvalWindows
-from model import GPT, Attention, Norm
+from model import GPT, Norm
 from training.dynamics import PartNorms, branch_names, depth_names, local, mean_square
 
 PROBE_WINDOWS = 4
+SCORES = 2**22  # attention scores that are looked at at once
 
 
 class Probe:
     """The second table of a run. `remember` goes before the step whose update is to be measured."""
 
     def __init__(self, model: GPT, windows: EvalWindows, norms: PartNorms):
-        self.model, self.norms = model, norms
+        self.model, self.norms, self.layers = model, norms, dict(norm_names(model))
         device = norms.runtime.device
         tokens, targets = windows.batch(range(min(PROBE_WINDOWS, len(windows))))
         self.tokens, self.targets = tokens.to(device), targets.to(device)
@@ -43,13 +43,16 @@ class Probe:
 
         loss_scale: what the loss is multiplied by for the backward pass, so that float16 does not underflow.
         """
-        values = gains(self.model)
+        values = gains(self.layers)
         if self.before is not None:
             values |= update_ratios(self.norms, self.before)
             self.before = None
-        with evaluating(self.model), torch_norms(self.model), observed_joins(self.model) as joins:
-            with AttentionScores() as scores:
-                _, loss = self.model(self.tokens, self.targets)
+        with (
+            evaluating(self.model),
+            torch_norms(self.layers.values()),
+            observed(self.model) as (joins, scores),
+        ):
+            _, loss = self.model(self.tokens, self.targets)
             values |= joins.values() | scores.values()
             values |= stream_gradients(loss, joins.streams, loss_scale)
         return dict(zip(values, torch.stack(list(values.values())).tolist(), strict=True))
@@ -67,9 +70,8 @@ def evaluating(model: GPT):
 
 
 @contextlib.contextmanager
-def torch_norms(model: GPT):
-    """Every norm, join and attention on PyTorch's operators, and afterwards on what they ran before."""
-    norms = [module for module in model.modules() if isinstance(module, Norm | Attention)]
+def torch_norms(norms: Collection[Norm]):
+    """The norms and their joins on PyTorch's operators, and afterwards on what they ran before."""
     was = [norm.how for norm in norms]
     for norm in norms:
         norm.how = norm.how | {"impl": "torch"}
@@ -103,17 +105,6 @@ class JoinRecord:
         return rms | {f"angle_deg/{name}": v for name, v in zip(names, self.angles, strict=True)}
 
 
-@contextlib.contextmanager
-def observed_joins(model: GPT) -> Iterator[JoinRecord]:
-    record = JoinRecord()
-    handles = [join.register_forward_hook(record) for join in model.joins]
-    try:
-        yield record
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 def mean_angle(x: Tensor, y: Tensor) -> Tensor:
     """The mean angle in degrees between the rows of x and y [..., D].
 
@@ -125,42 +116,59 @@ def mean_angle(x: Tensor, y: Tensor) -> Tensor:
     return (2 * torch.atan2((u - v).norm(dim=-1), (u + v).norm(dim=-1))).rad2deg().mean()
 
 
-class AttentionScores(TorchFunctionMode):
-    """Looks at every call of scaled_dot_product_attention, which is made once per layer, bottom to top."""
+class AttentionRecord:
+    """The attention logits of one forward, from the queries and keys of every layer, bottom to top."""
 
     def __init__(self):
-        super().__init__()
+        self.queries: Tensor | None = None
         self.largest: list[Tensor] = []
         self.entropies: list[Tensor] = []
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is F.scaled_dot_product_attention:
-            largest, entropy = attention_statistics(args[0].detach(), args[1].detach())
-            self.largest.append(largest)
-            self.entropies.append(entropy)
-        return func(*args, **(kwargs or {}))
+    def __call__(self, rotate, inputs: tuple[Tensor], heads: Tensor) -> None:
+        """A forward hook of Attention.rotate, which the queries of a layer pass first and then its keys."""
+        if self.queries is None:
+            self.queries = heads.detach()
+            return
+        largest, entropy = attention_statistics(self.queries, heads.detach())
+        self.largest.append(largest)
+        self.entropies.append(entropy)
+        self.queries = None
 
     def values(self) -> dict[str, Tensor]:
         largest = {f"attn_logit_max/layer_{i:02d}": v for i, v in enumerate(self.largest)}
         return largest | {f"attn_entropy/layer_{i:02d}": v for i, v in enumerate(self.entropies)}
 
 
+@contextlib.contextmanager
+def observed(model: GPT) -> Iterator[tuple[JoinRecord, AttentionRecord]]:
+    """Fills two records with what passes the joins and the attention of a forward."""
+    joins, scores = JoinRecord(), AttentionRecord()
+    handles = [join.register_forward_hook(joins) for join in model.joins]
+    handles += [attention.rotate.register_forward_hook(scores) for attention in model.branches[::2]]
+    try:
+        yield joins, scores
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 def attention_statistics(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     """(largest |q . k| / sqrt(head_dim) over the pairs that the causal mask leaves, mean entropy of rows in nats).
 
-    q [B, H, T, head_dim], k [B, H_kv, T, head_dim]; one sequence at a time, as the scores are H T^2 numbers.
+    q [B, H, T, head_dim], k [B, H_kv, T, head_dim]; a few sequences at a time, as the scores are B H T^2 numbers.
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
-    future = torch.ones(q.size(2), k.size(2), dtype=torch.bool, device=q.device).triu(1)
+    _, heads, time, head_dim = q.shape
+    future = torch.ones(time, time, dtype=torch.bool, device=q.device).triu(1)
+    few = max(SCORES // (heads * time**2), 1)
     largest, entropies = [], []
-    for q_row, k_row in zip(q.to(dtype), k.to(dtype), strict=True):
-        k_row = k_row.repeat_interleave(q.size(1) // k.size(1), dim=0)
-        logits = q_row @ k_row.mT * q.size(-1) ** -0.5  # [H, T, T]
+    for queries, keys in zip(q.to(dtype).split(few), k.to(dtype).split(few), strict=True):
+        keys = keys.repeat_interleave(heads // k.size(1), dim=1)
+        logits = queries @ keys.mT * head_dim**-0.5  # [few, H, T, T]
         largest.append(logits.masked_fill(future, 0).abs().max())
-        logits = logits.masked_fill(future, float("-inf"))
-        p = logits.softmax(-1)
-        entropies.append(torch.special.entr(p).sum(-1).mean())
-    return torch.stack(largest).max(), torch.stack(entropies).mean()
+        p = logits.masked_fill(future, float("-inf")).softmax(-1)
+        entropies.append(torch.special.entr(p).sum(-1).flatten())
+    return torch.stack(largest).max(), torch.cat(entropies).mean()
 
 
 def stream_gradients(loss: Tensor, streams: list[Tensor], loss_scale: float | Tensor) -> dict[str, Tensor]:
@@ -183,10 +191,10 @@ def update_ratios(norms: PartNorms, before: list[Tensor]) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def gains(model: GPT) -> dict[str, Tensor]:
-    """Mean and largest absolute gain of every norm; see `norm_names`."""
+def gains(layers: dict[str, Norm]) -> dict[str, Tensor]:
+    """Mean and largest absolute gain of every norm, by the names of `norm_names`."""
     values = {}
-    for name, norm in norm_names(model):
+    for name, norm in layers.items():
         gain = norm.weight.full_tensor() if isinstance(norm.weight, DTensor) else norm.weight
         values[f"gain/{name}.mean"], values[f"gain/{name}.max"] = gain.mean(), gain.abs().max()
     return values

@@ -8,6 +8,7 @@ import math
 import os
 import shutil
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 from configs import Config
 
 WANDB_ROOM = 2**20  # bytes that an offline run is left, enough for a step's numbers and for its end
+WANDB_SECONDS = 15.0  # between two times that wandb is given rows; its service writes them as often
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -59,13 +61,19 @@ def step_of(line: bytes) -> float:
 
 
 class Tracker:
-    """Writes metrics.jsonl whatever wandb does; a failure of wandb is told once and training goes on."""
+    """Writes metrics.jsonl whatever wandb does; a failure of wandb is told once and training goes on.
+
+    A row is in metrics.jsonl at once. wandb gets the rows of WANDB_SECONDS together, a call for each: the first call
+    after a while takes fifty times as long as those that follow it.
+    """
 
     def __init__(self, run_dir: Path, config: Config, facts: dict[str, Any], wandb_id: str | None):
         self.path = run_dir / "metrics.jsonl"
         self.wandb_id, self.run = wandb_id, None
         self.offline, self.wandb_dir = config.run.wandb == "offline", run_dir / "wandb"
         self.unwritten = b""
+        self.waiting: list[dict[str, Any]] = []
+        self.handed = -math.inf
         if config.run.wandb != "disabled":
             with self.surviving_wandb():
                 self.start_wandb(run_dir, config, facts)
@@ -117,11 +125,19 @@ class Tracker:
         """All numbers of one step; a number that is not finite is written as null."""
         row = {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in row.items()}
         self.append(json.dumps(row, allow_nan=False).encode() + b"\n")
-        if self.run:
+        self.waiting.append(row)
+        if time.monotonic() - self.handed >= WANDB_SECONDS:
+            self.hand_over()
+
+    def hand_over(self) -> None:
+        """Gives wandb the rows that wait, as before a checkpoint, after which a resumed run has them no more."""
+        rows, self.waiting, self.handed = self.waiting, [], time.monotonic()
+        if self.run and rows:
             with self.surviving_wandb():
-                if self.offline:
-                    self.check_room()
-                self.run.log({k: v for k, v in row.items() if k != "iter"}, step=row["iter"])
+                for row in rows:
+                    if self.offline:
+                        self.check_room()
+                    self.run.log({k: v for k, v in row.items() if k != "iter"}, step=row["iter"])
 
     def append(self, line: bytes) -> None:
         """Whole lines or nothing; what a failing disk does not take is told once and tried again with the next."""
@@ -141,6 +157,7 @@ class Tracker:
         """Ends wandb's run; any exit code but 0 marks it as failed there."""
         if self.unwritten:
             self.append(b"")
+        self.hand_over()
         if self.run:
             with self.surviving_wandb():
                 self.run.finish(exit_code=exit_code)
