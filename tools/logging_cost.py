@@ -1,5 +1,6 @@
 """What looking inside costs: the steps that are logged and those that follow, beside the steps between."""
 
+import math
 import statistics
 import tempfile
 from collections import defaultdict
@@ -12,11 +13,12 @@ from tools.throughput import seconds
 from training.dataset import open_data
 from training.probe import Probe
 from training.runtime import start
-from training.tracker import Tracker
+from training.tracker import WANDB_SECONDS, Tracker
 from training.trainer import Trainer
 
 FELT = 3  # steps that feel a row or a look: its own, and those beside which wandb's service works
 LOOKS = 8  # taken at least, where there are as many rounds
+SECONDS = 8 * WANDB_SECONDS  # that a measurement takes, if nobody says how long
 
 
 @dataclass(frozen=True)
@@ -80,8 +82,10 @@ class Watched:
         return sum(self.seconds[kind]) - len(self.seconds[kind]) * statistics.mean(self.seconds["plain"])
 
 
-def measure(config: Config, rounds: int) -> LoggingCost:
+def measure(config: Config, rounds: int | None = None) -> LoggingCost:
     """The cost of logging on this machine, for a configuration as `load_config` gives it.
+
+    rounds: how often a row is logged; LOOKS times or more, as many as SECONDS hold, if None.
 
     Rows and looks come at the intervals of the configuration, as what has not run for a while is slow at first; looks
     more often where there would be fewer than LOOKS, rows less often where there would be no steps between. The
@@ -90,8 +94,10 @@ def measure(config: Config, rounds: int) -> LoggingCost:
     with tempfile.TemporaryDirectory() as folder:
         run = Watched(config, Path(folder))
         probe_interval = config.run.probe_interval
-        every = max(1, min(probe_interval // run.length, rounds // LOOKS))
         run.round(look=True)  # compilation and first allocations
+        a_round = seconds(partial(run.round, look=False), run.device)
+        rounds = rounds or max(LOOKS, math.ceil(SECONDS / a_round))
+        every = max(1, min(probe_interval // run.length, rounds // LOOKS))
         run.seconds.clear()
         for i in range(1, rounds + 1):
             run.round(look=probe_interval > 0 and i % every == 0)

@@ -46,6 +46,7 @@ CLASSES = (
     "data",
 )
 MARK = "class: "
+ROUNDS = 10  # of steps, unless --rounds says otherwise
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::linear", "aten::matmul")
 ATTENTION = (  # where compiled; the model has no other batched product
     "aten::bmm",
@@ -70,8 +71,8 @@ class Options:
 
     recipe: tyro.conf.Positional[str]
     """A recipe, as for train.py."""
-    rounds: int = 10
-    """Steps of every setting that are measured."""
+    rounds: int | None = None
+    """Steps of every setting that are measured (10); with --logging, logged ones (as many as two minutes hold)."""
     compiled: bool = True
     """Also compile the model, which takes a minute or two."""
     switches: bool = False
@@ -84,7 +85,8 @@ class Options:
     """File for the picture of the classes (.png or .svg)."""
 
     def __post_init__(self):
-        check_rounds(self.rounds)
+        if self.rounds is not None:
+            check_rounds(self.rounds)
         chosen = [f"--{name}" for name in ("switches", "logging", "picture") if getattr(self, name)]
         require(len(chosen) < 2, f"{' and '.join(chosen)} exclude each other")
         kind = Path(self.picture).suffix
@@ -295,14 +297,14 @@ def main(argv: Sequence[str]) -> None:
         check_writable("--picture", options.picture)
         config = load_config([options.recipe, *argv[end + 1 :]])
         if options.switches:
-            found = switches(config, options.rounds)
+            found = switches(config, options.rounds or ROUNDS)
             text = "\n".join(lines(found))
         elif options.logging:
             cost = logging_cost.measure(config, options.rounds)
             found = asdict(cost) | {"share": cost.share}
             text = str(cost)
         else:
-            found = measure(config, options.rounds, options.compiled)
+            found = measure(config, options.rounds or ROUNDS, options.compiled)
             text = "\n".join(table(found))
             if options.picture:
                 with new_file(Path(options.picture)) as file:
