@@ -158,6 +158,7 @@ def everything(trainer) -> dict:
     state |= {f"{n}.grad": p.grad.clone() for n, p in trainer.model.named_parameters()}
     for i, moments in trainer.optimizer.state_dict()["state"].items():
         state |= {f"optimizer.{i}.{k}": v.clone() for k, v in moments.items()}
+    state["hooks"] = torch.tensor([len(m._forward_hooks) for m in named.values()])
     state["random"] = torch.get_rng_state()
     state["mode"] = torch.tensor([m.training for m in named.values()])
     state["kernels"] = torch.tensor([m.how["impl"] == "auto" for m in named.values() if isinstance(m, Norm)])
@@ -183,6 +184,15 @@ def test_looking_changes_nothing_nor_the_training_that_follows(placement, tmp_pa
         watched.optimizer.zero_grad(set_to_none=True)
     for (name, p), q in zip(watched.model.named_parameters(), alone.model.parameters(), strict=True):
         assert torch.equal(p, q), name
+
+
+def test_attention_is_looked_at_once_though_backward_repeats_it(tmp_path, monkeypatch):
+    calls, real = [], probe.attention_statistics
+    monkeypatch.setattr(probe, "attention_statistics", lambda q, k: calls.append(q.shape) or real(q, k))
+    plain, again = (tiny_trainer(tmp_path, *flags) for flags in ((), ("--activation-checkpointing",)))
+    first, second = (Probe(t.model, t.windows, t.norms).measure() for t in (plain, again))
+    assert first == pytest.approx(second, rel=1e-5)
+    assert len(calls) == 2 * 2
 
 
 def test_dropout_is_off_in_the_probe_and_would_have_been_seen(tmp_path):

@@ -93,10 +93,11 @@ class Service:
     id = "abc"
 
     def __init__(self):
-        self.steps = []
+        self.steps, self.times = [], []
 
     def log(self, row, step):
         self.steps.append(step)
+        self.times.append(row["_timestamp"])
 
     def finish(self, exit_code):
         pass
@@ -105,6 +106,7 @@ class Service:
 def test_wandb_gets_the_rows_of_some_seconds_together_and_the_file_each_at_once(tmp_path, monkeypatch):
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
+    monkeypatch.setattr(time, "time", lambda: now)
     t = tracker(tmp_path, "disabled")
     t.run = Service()
     for step, handed in enumerate(([0], [0], [0, 1, 2], [0, 1, 2])):
@@ -114,6 +116,7 @@ def test_wandb_gets_the_rows_of_some_seconds_together_and_the_file_each_at_once(
         now += WANDB_SECONDS / 2
     t.close(0)
     assert t.run.steps == [0, 1, 2, 3]
+    assert t.run.times == [100.0 + step * WANDB_SECONDS / 2 for step in range(4)], "when they were logged"
 
 
 def test_wandb_has_the_rows_up_to_a_checkpoint_when_it_is_written(tmp_path, monkeypatch):

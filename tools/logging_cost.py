@@ -54,7 +54,7 @@ class Watched:
     def __init__(self, config: Config, folder: Path):
         config, runtime = start(config)
         config, dataset = open_data(config, runtime)
-        self.trainer, self.config, self.device = Trainer(config, runtime, dataset), config, runtime.device
+        self.trainer, self.device = Trainer(config, runtime, dataset), runtime.device
         self.probe = Probe(self.trainer.model, self.trainer.windows, self.trainer.norms)
         self.tracker, self.steps = Tracker(folder, config, {}, None), 0
         self.length = max(config.run.log_interval, 2 * FELT + 2)

@@ -21,7 +21,7 @@ from model import GPT, Norm
 from training.dynamics import PartNorms, branch_names, depth_names, local, mean_square
 
 PROBE_WINDOWS = 4
-SCORES = 2**22  # attention scores that are looked at at once
+SCORES = 2**22  # attention scores that are taken together
 
 
 class Probe:
@@ -47,12 +47,9 @@ class Probe:
         if self.before is not None:
             values |= update_ratios(self.norms, self.before)
             self.before = None
-        with (
-            evaluating(self.model),
-            torch_norms(self.layers.values()),
-            observed(self.model) as (joins, scores),
-        ):
-            _, loss = self.model(self.tokens, self.targets)
+        with evaluating(self.model), torch_norms(self.layers.values()):
+            with observed(self.model) as (joins, scores):  # but not the forwards that backward may repeat
+                _, loss = self.model(self.tokens, self.targets)
             values |= joins.values() | scores.values()
             values |= stream_gradients(loss, joins.streams, loss_scale)
         return dict(zip(values, torch.stack(list(values.values())).tolist(), strict=True))
