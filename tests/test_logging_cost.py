@@ -1,6 +1,10 @@
 """The arithmetic of the cost of logging, and that both kinds of logging are really in it."""
 
+import itertools
+import math
+import statistics
 import time
+from dataclasses import replace
 
 import pytest
 from dynamics_cases import FLAGS, tiny_data
@@ -14,9 +18,12 @@ from training.trainer import Trainer
 
 
 def test_share_of_the_throughput():
-    cost = LoggingCost(step_ms=10.0, logged_ms=2.0, look_ms=25.0, log_interval=10, probe_interval=250)
+    cost = LoggingCost(
+        step_ms=10.0, logged_ms=2.0, look_ms=25.0, log_interval=10, probe_interval=250, logged_error_ms=0.2
+    )
     assert cost.share == pytest.approx(0.3 / 10.3)
-    assert LoggingCost(10.0, 2.0, 25.0, 10, 0).share == pytest.approx(0.2 / 10.2)
+    assert replace(cost, probe_interval=0).share == pytest.approx(0.2 / 10.2)
+    assert str(cost).endswith("2.91% +- 0.20% of the throughput")
 
 
 @pytest.mark.parametrize(
@@ -31,26 +38,26 @@ def test_share_of_the_throughput():
         (16, "--log-interval 10 --probe-interval 20", 10, 8),
         (16, "--log-interval 10 --probe-interval 1000", 10, 8),  # or there would be none
         (16, "--probe-interval 0", 8, 0),
-        (9, "", 8, 9),  # as many as SECONDS hold, of 84 ms each
+        (9, "", 8, 9),  # as many as SECONDS hold, of 86 ms each
     ],
 )
 def test_every_kind_of_work_is_counted_where_it_belongs(rounds, flags, length, looks, tmp_path, monkeypatch):
     """On a clock that only these functions move."""
     now, calls = 0.0, []
 
-    def takes(owner, name, seconds):
-        real = getattr(owner, name)
+    def takes(owner, name, *seconds):
+        real, in_turn = getattr(owner, name), itertools.cycle(seconds)
 
         def slow(*args):
             nonlocal now
-            now += seconds
+            now += next(in_turn)
             calls.append((name, *args[1:]))
             return real(*args)
 
         monkeypatch.setattr(owner, name, slow)
 
     takes(Trainer, "step", 0.010)
-    takes(Trainer, "row", 0.001)
+    takes(Trainer, "row", 0.001, 0.003)
     takes(Tracker, "log", 0.003)
     takes(Tracker, "hand_over", 0.048)  # at the end, as it would be WANDB_SECONDS later
     takes(Probe, "remember", 0.050)
@@ -61,7 +68,9 @@ def test_every_kind_of_work_is_counted_where_it_belongs(rounds, flags, length, l
     tiny_data(tmp_path / "data")
     config = load_config([*FLAGS, "--dataset", str(tmp_path / "data"), *flags.split()])
     cost = logging_cost.measure(config, rounds if rounds == 16 else None)
-    assert (cost.step_ms, cost.logged_ms) == pytest.approx((10, 4 + 48 / rounds))
+    logged = [3 + (1, 3)[i % 2] for i in range(rounds)]
+    assert (cost.step_ms, cost.logged_ms) == pytest.approx((10, statistics.mean(logged) + 48 / rounds))
+    assert cost.logged_error_ms == pytest.approx(statistics.stdev(logged) / math.sqrt(rounds))
     assert cost.look_ms == pytest.approx(253 if looks else 0)
     assert (cost.log_interval, cost.probe_interval) == (config.run.log_interval, config.run.probe_interval)
     watched = [call[1] for call in calls if call[0] == "step" and call[2]]

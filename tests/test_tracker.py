@@ -150,6 +150,7 @@ def test_a_service_that_breaks_is_told_once_and_left_alone(tmp_path, capsys):
         t.log({"iter": step})
     t.close(0)
     assert capsys.readouterr().err.count("wandb failed (the service is gone)") == 1
+    assert t.waiting == [], "rows that nobody will take are not kept"
     assert [row["iter"] for row in read_metrics(t.path)] == [0, 1, 2]
 
 

@@ -28,6 +28,8 @@ class LoggingCost:
     step_ms: float
     logged_ms: float
     """What a logged step takes longer: statistics, transfer, metrics.jsonl and its share of wandb's work."""
+    logged_error_ms: float
+    """Its standard error."""
     look_ms: float
     """What a closer look takes, with the copy of the parameters before it."""
     log_interval: int
@@ -44,7 +46,7 @@ class LoggingCost:
         return (
             f"a step takes {self.step_ms:.2f} ms; logging it {self.logged_ms:.2f} ms more, a closer look "
             f"{self.look_ms:.1f} ms; every {self.log_interval} and {self.probe_interval} steps that is "
-            f"{self.share:.2%} of the throughput"
+            f"{self.share:.2%} +- {self.logged_error_ms / self.log_interval / self.step_ms:.2%} of the throughput"
         )
 
 
@@ -58,14 +60,22 @@ class Watched:
         self.probe = Probe(self.trainer.model, self.trainer.windows, self.trainer.norms)
         self.tracker, self.steps = Tracker(folder, config, {}, None), 0
         self.length = max(config.run.log_interval, 2 * FELT + 2)
-        self.seconds: dict[str, list[float]] = defaultdict(list)
+        self.seconds: dict[str, list[float]] = defaultdict(list)  # a number per round
 
     def round(self, look: bool) -> None:
-        """The steps from one row to the next: the first is logged, and a later one has a closer look if `look`."""
+        """The steps from one row to the next: the first is logged, and a later one has a closer look if `look`.
+
+        Notes what a plain step takes, and what row and look take longer than plain steps of the same round.
+        """
+        taken = defaultdict(list)
         for place in range(self.length):
             kind = "logged" if place < FELT else "look" if look and place < 2 * FELT else "plain"
             step = partial(self.step, watch=place == 0, look=look and place == FELT)
-            self.seconds[kind].append(seconds(step, self.device))
+            taken[kind].append(seconds(step, self.device))
+        plain = statistics.mean(taken.pop("plain"))
+        self.seconds["plain"].append(plain)
+        for kind, times in taken.items():
+            self.seconds[kind].append(sum(times) - FELT * plain)
 
     def step(self, watch: bool, look: bool) -> None:
         if look:
@@ -77,10 +87,6 @@ class Watched:
         if row:
             self.tracker.log({"iter": self.steps} | row)
 
-    def extra(self, kind: str) -> float:
-        """Seconds that the steps of a kind have taken longer than as many plain ones."""
-        return sum(self.seconds[kind]) - len(self.seconds[kind]) * statistics.mean(self.seconds["plain"])
-
 
 def measure(config: Config, rounds: int | None = None) -> LoggingCost:
     """The cost of logging on this machine, for a configuration as `load_config` gives it.
@@ -89,7 +95,8 @@ def measure(config: Config, rounds: int | None = None) -> LoggingCost:
 
     Rows and looks come at the intervals of the configuration, as what has not run for a while is slow at first; looks
     more often where there would be fewer than LOOKS, rows less often where there would be no steps between. The
-    device is waited for after each step. Raises ConfigError, DataError.
+    device is waited for after each step, so on a GPU it is left out that a row keeps the host from running ahead.
+    Raises ConfigError, DataError.
     """
     with tempfile.TemporaryDirectory() as folder:
         run = Watched(config, Path(folder))
@@ -103,10 +110,12 @@ def measure(config: Config, rounds: int | None = None) -> LoggingCost:
             run.round(look=probe_interval > 0 and i % every == 0)
         handed = seconds(run.tracker.hand_over, run.device)
         run.tracker.close(0)
+    looks = run.seconds["look"] or [0.0]
     return LoggingCost(
         step_ms=1000 * statistics.mean(run.seconds["plain"]),
-        logged_ms=1000 * (run.extra("logged") + handed) / rounds,
-        look_ms=1000 * run.extra("look") / (rounds // every),
+        logged_ms=1000 * (statistics.mean(run.seconds["logged"]) + handed / rounds),
+        logged_error_ms=1000 * statistics.stdev(run.seconds["logged"]) / math.sqrt(rounds),
+        look_ms=1000 * statistics.mean(looks),
         log_interval=config.run.log_interval,
         probe_interval=probe_interval,
     )

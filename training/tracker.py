@@ -125,12 +125,13 @@ class Tracker:
         """All numbers of one step; a number that is not finite is written as null."""
         row = {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in row.items()}
         self.append(json.dumps(row, allow_nan=False).encode() + b"\n")
-        self.waiting.append(row | {"_timestamp": time.time()})
-        if time.monotonic() - self.handed >= WANDB_SECONDS:
-            self.hand_over()
+        if self.run:
+            self.waiting.append(row | {"_timestamp": time.time()})
+            if time.monotonic() - self.handed >= WANDB_SECONDS:
+                self.hand_over()
 
     def hand_over(self) -> None:
-        """Gives wandb the rows that wait, as before a checkpoint, after which a resumed run has them no more."""
+        """Gives wandb the rows that wait; before a checkpoint, as a run that resumes there does not log them again."""
         rows, self.waiting, self.handed = self.waiting, [], time.monotonic()
         if self.run and rows:
             with self.surviving_wandb():
