@@ -1,9 +1,8 @@
-"""tools.convert as a user runs it: nanoGPT's files, vocabularies, refusals by name, and nothing half-written."""
+"""tools.convert as a user runs it: nanoGPT's files, vocabularies, and nothing half-written."""
 
 import json
 import math
 import os
-import resource
 import shlex
 from dataclasses import replace
 
@@ -11,31 +10,17 @@ import pytest
 import tiktoken
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from convert_cases import LLAMA, build, error_of, nanogpt_checkpoint
 
 import train
 from configs import load_config
 from data import load_tokenizer, tokenizer
-from model import GPT, ModelConfig
 from tools import convert, sample
-from tools.interchange import FAMILIES, resolved, their_config
+from tools.interchange import resolved
 from tools.vocabulary import merges, recognize, tokenizer_files
 from training import checkpoint
 from training.checkpoint import load_model
 from training.model_file import about, model_weights, read_about, save_model
-
-SMALL = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 12, "vocab_size": 23}
-LLAMA = {"norm": "rmsnorm", "pos": "rope", "mlp": "swiglu", "bias": False}
-
-
-def build(**switches) -> GPT:
-    """Random weights, gains and biases."""
-    torch.manual_seed(0)
-    model = GPT(ModelConfig(**SMALL | switches)).eval()
-    with torch.no_grad():
-        for p in model.parameters():
-            p += 0.2 * torch.randn(p.shape)
-    return model
 
 
 @pytest.fixture
@@ -45,17 +30,6 @@ def folder(tmp_path):
     (tmp_path / "ours").mkdir()
     save_model(tmp_path / "ours", model_weights(model), about(model, None))
     return tmp_path / "ours"
-
-
-def error_of(capsys, *argv) -> str:
-    """The one line that a mistaken command prints before it ends with 2."""
-    with pytest.raises(SystemExit) as stopped:
-        convert.main([str(a) for a in argv])
-    assert stopped.value.code == 2
-    message = capsys.readouterr().err
-    assert message.startswith("error: ")
-    assert message.count("\n") == 1
-    return message
 
 
 # ---- nanoGPT
@@ -83,42 +57,6 @@ def nanogpt_logits(weights, tokens, n_layer, n_head):
         hidden = F.gelu(linear(norm(x, f"{block}.ln_2"), f"{block}.mlp.c_fc"))
         x = x + linear(hidden, f"{block}.mlp.c_proj")
     return norm(x, "transformer.ln_f") @ weights["lm_head.weight"].T
-
-
-def nanogpt_checkpoint(bias: bool) -> dict:
-    """What nanoGPT saves, compiled, with an optimizer beside the weights."""
-    width, weights = 16, {}
-
-    def add(name, *shape, biased=True):
-        weights[f"{name}.weight"] = 0.3 * torch.randn(shape) + (len(shape) == 1)
-        if bias and biased:
-            weights[f"{name}.bias"] = 0.3 * torch.randn(shape[0])
-
-    torch.manual_seed(0)
-    add("transformer.wte", 23, width, biased=False)
-    add("transformer.wpe", 12, width, biased=False)
-    for i in range(2):
-        for name in ("ln_1", "ln_2"):
-            add(f"transformer.h.{i}.{name}", width)
-        add(f"transformer.h.{i}.attn.c_attn", 3 * width, width)
-        add(f"transformer.h.{i}.attn.c_proj", width, width)
-        add(f"transformer.h.{i}.mlp.c_fc", 4 * width, width)
-        add(f"transformer.h.{i}.mlp.c_proj", width, 4 * width)
-    add("transformer.ln_f", width)
-    weights["lm_head.weight"] = weights["transformer.wte.weight"]
-    args = {"n_layer": 2, "n_head": 2, "n_embd": width, "block_size": 12, "bias": bias, "vocab_size": 23}
-    optimizer = {
-        "state": {0: {"step": torch.tensor(3.0)}},
-        "param_groups": [{"lr": 6e-4, "betas": (0.9, 0.95)}],
-    }
-    return {
-        "model": {f"_orig_mod.{name}": t for name, t in weights.items()},
-        "optimizer": optimizer,
-        "model_args": args | {"dropout": 0.1},
-        "iter_num": 3,
-        "best_val_loss": torch.tensor(3.2),
-        "config": {"dataset": "shakespeare_char", "compile": True},
-    }
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -269,112 +207,6 @@ def test_train_starts_from_a_converted_model(tmp_path, capsys):
         assert torch.equal(tensor, model_weights(after)[name]), name
 
 
-# ---- folders that hold no model
-
-
-def test_folders_that_hold_no_model_are_refused_in_one_sentence(tmp_path, capsys):
-    (tmp_path / "hf").mkdir()
-    command = ("from-hf", tmp_path / "hf", "-o", tmp_path / "ours")
-    assert "config.json does not exist" in error_of(capsys, *command)
-    (tmp_path / "hf" / "config.json").write_text('{"model_type": "mamba"}')
-    assert "model_type is 'mamba'; the families that convert are gpt2, llama" in error_of(capsys, *command)
-    (tmp_path / "hf" / "config.json").write_text('{"model_type": "llama"}')
-    (tmp_path / "hf" / "model.safetensors").write_bytes(b"nonsense")
-    assert "model.safetensors cannot be read" in error_of(capsys, *command)
-    save_file({"a": torch.ones(1), "b": torch.ones(1)}, tmp_path / "hf" / "model.safetensors")
-    assert "config.json of a llama model lacks num_hidden_layers" in error_of(capsys, *command)
-    (tmp_path / "hf" / "config.json").write_text(
-        json.dumps(their_config(FAMILIES["llama"], ModelConfig(**SMALL | LLAMA)))
-    )
-    assert "lacks the weight embed_tokens.weight" in error_of(capsys, *command)
-    assert not (tmp_path / "ours").exists()
-
-
-CONFIG = their_config(FAMILIES["llama"], ModelConfig(**SMALL | LLAMA))
-
-
-@pytest.mark.parametrize(
-    ("config", "says"),
-    [
-        ([], "config.json holds no JSON object, but []"),
-        (5, "config.json holds no JSON object, but 5"),
-        ({"model_type": ["x"]}, "model_type is ['x']; the families that convert are gpt2, llama"),
-        ({"model_type": {}}, "model_type is {}; the families"),
-        (CONFIG | {"hidden_act": ["silu"]}, "hidden_act is ['silu']; what llama converts with is silu"),
-        (CONFIG | {"rope_parameters": 5}, "rope_parameters is 5, but it is an object"),
-        (CONFIG | {"mlp_bias": "no"}, "mlp_bias is 'no', but it is true or false"),
-        (CONFIG | {"vocab_size": 0}, "vocab_size is 0; it must be positive"),
-        (
-            CONFIG | {"num_hidden_layers": 999_999_999},
-            "n_layer is 999999999, but there are only 3 weights",
-        ),
-        (CONFIG | {"hidden_size": 2**62}, f"n_embd is {2**62}; it must be at least 1 and below 2^31"),
-        (
-            CONFIG | {"num_hidden_layers": 1},
-            "weights that are no rows: layers.0.self_attn.q_proj.weight (16,",
-        ),
-    ],
-)
-def test_a_config_json_of_other_types_and_sizes_is_one_sentence(config, says, tmp_path, capsys):
-    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    weights = {"embed_tokens.weight": torch.ones(23, 16), "layers.0.input_layernorm.weight": torch.ones(16)}
-    if config == CONFIG | {"num_hidden_layers": 1}:
-        weights |= {f"layers.0.self_attn.{n}_proj.weight": torch.ones(16, *[16] * (n == "q")) for n in "qkv"}
-    else:
-        weights["norm.weight"] = torch.ones(16)
-    save_file(weights, tmp_path / "model.safetensors")
-    assert says in error_of(capsys, "from-hf", tmp_path, "-o", tmp_path / "ours")
-    assert not (tmp_path / "ours").exists()
-
-
-@pytest.mark.parametrize(
-    ("index", "says"),
-    [
-        ([], "model.safetensors.index.json holds no JSON object, but []"),
-        ({}, "has no weight_map that gives the file of each weight"),
-        ({"weight_map": {"a": 5}}, "has no weight_map that gives the file of each weight"),
-        ({"weight_map": [1]}, "has no weight_map that gives the file of each weight"),
-        ({"weight_map": {"a": "\0"}}, "does not exist; weights are read from safetensors only"),
-    ],
-)
-def test_an_index_that_names_no_files_is_one_sentence(index, says, tmp_path, capsys):
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
-    assert says in error_of(capsys, "from-hf", tmp_path, "-o", tmp_path / "ours")
-
-
-def test_a_tokenizer_json_of_another_shape_is_none_that_is_known(tmp_path):
-    for text in ("[]", "5", '{"added_tokens": 5}', "[" * 100_000):
-        (tmp_path / "tokenizer.json").write_text(text, encoding="utf-8")
-        assert recognize(tmp_path) == (None, "it has no tokenizer file that lists a vocabulary")
-
-
-def test_a_ckpt_whose_weights_are_no_tensors_is_refused(tmp_path, capsys):
-    torch.save(nanogpt_checkpoint(bias=False) | {"model": {"a": "b"}}, tmp_path / "ckpt.pt")
-    said = error_of(capsys, "from-nanogpt", tmp_path / "ckpt.pt", "-o", tmp_path / "ours")
-    assert "is not nanoGPT's ckpt.pt (TypeError)" in said
-
-
-def test_a_name_that_is_no_folder_is_looked_up_on_the_hub_and_says_so_without_one(
-    tmp_path, capsys, monkeypatch
-):
-    asked = []
-
-    def unreachable(name, **how):
-        asked.append(name)
-        raise ConnectionError("no network")
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", unreachable)
-    message = error_of(capsys, "from-hf", "openai-community/gpt2", "-o", tmp_path / "ours")
-    assert asked == ["openai-community/gpt2"]
-    assert (
-        "is no folder here, and the Hugging Face hub gave no model of that name (ConnectionError)" in message
-    )
-    assert "neither a folder nor the name of" in error_of(
-        capsys, "from-hf", "/no/where", "-o", tmp_path / "ours"
-    )
-
-
 # ---- the folder that is written
 
 
@@ -428,14 +260,6 @@ def test_a_write_that_fails_leaves_nothing_behind_and_what_was_there(folder, tmp
     assert sorted(f.name for f in tmp_path.iterdir()) == ["ours", "out"]
 
 
-@pytest.fixture
-def full_disk():
-    """Lets files grow to so many bytes only; safetensors then has an error of its own kind."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 @pytest.mark.parametrize("command", ["to-hf", "fold", "ln-to-rms"])
 @pytest.mark.parametrize("size", [0, 5000])
 def test_a_full_disk_is_one_sentence_and_costs_nothing(command, size, folder, tmp_path, capsys, full_disk):
@@ -445,7 +269,7 @@ def test_a_full_disk_is_one_sentence_and_costs_nothing(command, size, folder, tm
     assert len(before) > 5000
     full_disk(size)
     said = error_of(capsys, command, folder, "-o", out, "--overwrite")
-    full_disk(resource.RLIM_INFINITY)
+    full_disk()
     assert f"{out} cannot be written: " in said
     assert "None" not in said
     assert (out / "model.safetensors").read_bytes() == before

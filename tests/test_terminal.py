@@ -7,14 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiny_runs import STEPS, assert_same_end, recipe, rows, saved, start, train, wait_for
+from tiny_runs import STEPS, assert_same_end, rows, saved, start, train, wait_for
 
 from training.stop import EXIT_STOPPED
-
-
-@pytest.fixture
-def argv(tmp_path) -> tuple[Path]:
-    return (recipe(tmp_path),)
 
 
 def test_a_pipe_that_does_not_wait_and_is_full_costs_nothing(tmp_path):
