@@ -19,8 +19,9 @@ from typing import Any
 import torch
 
 import kernels
-from configs import Config, ConfigError, load_config, user_error
-from data import DataError, Dataset
+from base.cli import UserError
+from configs import Config, load_config, user_error
+from data import Dataset
 from data.terminal import forgive_output
 from tools.report.runs import load_runs
 from tools.report.text import depth_table
@@ -33,7 +34,6 @@ from training.folder import RunFolder
 from training.keeper import Keeper
 from training.probe import Probe
 from training.runtime import (
-    USER_ERRORS,
     Runtime,
     end,
     is_local_main,
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> None:
     runtime = None
     try:
         if not argv:
-            raise ConfigError(
+            raise UserError(
                 "name a recipe, as in `python train.py configs/quickstart.toml`; --help lists the flags"
             )
         config = load_config(argv)
@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> None:
         keep_caches_in(Path(config.run.out_dir))
         config, runtime = start(config)
         (replay if config.start.replay else train)(config, runtime)
-    except USER_ERRORS as e:
+    except UserError as e:
         if runtime is None and not is_local_main():
             leave()  # the first process of this machine has found the same
         user_error(str(e))
@@ -258,7 +258,7 @@ def farewell(trainer: Trainer, dataset: Dataset, keeper: Keeper, tell) -> None:
     run_dir, progress = keeper.folder.path, keeper.progress
     tell(f"\ndone: {progress.step} steps, val loss {progress.val_loss:.4f}, best {progress.best_loss:.4f}")
     if trainer.runtime.is_main:
-        with contextlib.suppress(ConfigError):  # somebody has taken the folder's files away
+        with contextlib.suppress(UserError):  # somebody has taken the folder's files away
             table = depth_table(*load_runs((run_dir,)))
             tell(f"\nfrom the first step to the last:\n{textwrap.indent(table, '    ')}")
     if trainer.runtime.world == 1 and "tokenizer" in dataset.meta:
@@ -266,7 +266,7 @@ def farewell(trainer: Trainer, dataset: Dataset, keeper: Keeper, tell) -> None:
         try:
             [text] = continuations(trainer.model.eval(), dataset.tokenizer, options)
             tell(f"\na sample:\n{textwrap.indent(text, '    ')}")
-        except DataError as e:  # a vocabulary that takes the network
+        except UserError as e:  # a vocabulary that takes the network
             tell(f"\nno sample: {e}")
     places = {
         f"python -m tools.sample {run_dir}": "more text",

@@ -3,7 +3,7 @@
     config = load_config(["configs/quickstart.toml", "--norm", "rmsnorm"])
 
 A recipe is TOML with a table per dataclass below: [model], [data], [optim], [run]. Every field is also a
-flag (`--n-layer`). A mistake in either raises ConfigError, whose message is one sentence that names the
+flag (`--n-layer`). A mistake in either raises UserError, whose message is one sentence that names the
 place, what is wrong and what is allowed.
 """
 
@@ -23,16 +23,12 @@ import tyro
 from pydantic import ConfigDict, ValidationError
 from pydantic.dataclasses import dataclass
 
+from base.cli import UserError, did_you_mean
 from data import DataConfig
 from data.command_line import read_flags
-from data.errors import did_you_mean
 from model import ModelConfig
 
 STRICT = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
-
-
-class ConfigError(ValueError):
-    """A user's mistake in a file or a flag, in one sentence."""
 
 
 def require(condition: bool, message: str) -> None:
@@ -185,10 +181,10 @@ OWNER = {f.name: section for section, cls in SECTIONS.items() for f in dataclass
 
 
 def load_config(argv: Sequence[str], prog: str = "train.py") -> Config:
-    """The configuration that a command line asks for. Raises ConfigError; `--help` exits with 0."""
+    """The configuration that a command line asks for. Raises UserError; `--help` exits with 0."""
     paths = [a for a in argv if a.endswith(".toml") and not a.startswith("-")]
     if len(paths) > 1:
-        raise ConfigError(f"{len(paths)} recipe files are named ({', '.join(paths)}); one is allowed")
+        raise UserError(f"{len(paths)} recipe files are named ({', '.join(paths)}); one is allowed")
     base = read_recipe(Path(paths[0])) if paths else Config()
     if "--resume" in argv and paths:
         base = at_its_place(base, Path(paths[0]))
@@ -197,7 +193,7 @@ def load_config(argv: Sequence[str], prog: str = "train.py") -> Config:
     name, stem = config.run.run_name, Path(paths[0]).stem if paths else "run"
     if name == "auto":
         if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
-            raise ConfigError("--run-name auto: a restart by torchrun could not find its run; give it a name")
+            raise UserError("--run-name auto: a restart by torchrun could not find its run; give it a name")
         name = free_name(Path(config.run.out_dir), stem)
     return replace(config, "run", run_name=name or stem)
 
@@ -217,11 +213,11 @@ def free_name(out_dir: Path, stem: str) -> str:
 
 
 def replace(config: Config, section: str, **changes: Any) -> Config:
-    """A copy of the configuration with some fields of one section changed, checked again. Raises ConfigError."""
+    """A copy of the configuration with some fields of one section changed, checked again. Raises UserError."""
     try:
         changed = dataclasses.replace(getattr(config, section), **changes)
     except ValidationError as e:
-        raise ConfigError("; ".join(explain(error, section) for error in e.errors())) from None
+        raise UserError("; ".join(explain(error, section) for error in e.errors())) from None
     return dataclasses.replace(config, **{section: changed})
 
 
@@ -242,13 +238,13 @@ def read_recipe(path: Path) -> Config:
         table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         known = sorted(str(p) for p in Path("configs").glob("*.toml"))
-        raise ConfigError(f"{path} does not exist{did_you_mean(str(path), known)}") from None
+        raise UserError(f"{path} does not exist{did_you_mean(str(path), known)}") from None
     except RecursionError:
-        raise ConfigError(f"{path} cannot be read: its arrays are nested too deeply") from None
+        raise UserError(f"{path} cannot be read: its arrays are nested too deeply") from None
     except (OSError, ValueError) as e:  # of TOML, of UTF-8, of a number with thousands of digits
-        raise ConfigError(f"{path} cannot be read: {e}") from None
+        raise UserError(f"{path} cannot be read: {e}") from None
     for key in table.keys() & OWNER.keys():
-        raise ConfigError(f"{path}: {key} stands outside a table; put it under [{OWNER[key]}]")
+        raise UserError(f"{path}: {key} stands outside a table; put it under [{OWNER[key]}]")
     return validate(table, str(path))
 
 
@@ -257,23 +253,19 @@ def validate(table: dict, place: str) -> Config:
     unknown = [key for key in table if key not in SECTIONS and key != GRID]
     if unknown:
         hint = did_you_mean(unknown[0], SECTIONS)
-        raise ConfigError(
-            f"{place}: unknown table [{unknown[0]}]{hint}; the tables are {', '.join(SECTIONS)}"
-        )
+        raise UserError(f"{place}: unknown table [{unknown[0]}]{hint}; the tables are {', '.join(SECTIONS)}")
     sections = {}
     for name, cls in SECTIONS.items():
         values = table.get(name, {})
         if not isinstance(values, dict):
-            raise ConfigError(f"{place}: {name} is {values!r}, but it is a table, written [{name}]")
+            raise UserError(f"{place}: {name} is {values!r}, but it is a table, written [{name}]")
         try:
             sections[name] = cls(**({"vocab_size": 0} if name == "model" else {}) | values)
         except ValidationError as e:
-            raise ConfigError(f"{place}: " + "; ".join(explain(err, name) for err in e.errors())) from None
+            raise UserError(f"{place}: " + "; ".join(explain(err, name) for err in e.errors())) from None
         for key, value in vars(sections[name]).items():
             if isinstance(value, str) and not value.isprintable():
-                raise ConfigError(
-                    f"{place}: {key} is {value!r}, which holds characters that cannot be printed"
-                )
+                raise UserError(f"{place}: {key} is {value!r}, which holds characters that cannot be printed")
     return Config(**sections)
 
 
@@ -294,18 +286,18 @@ def explain(error: dict, section: str) -> str:
 def parse_flags(argv: Sequence[str], base: Config, prog: str) -> dict:
     """The flags over `base`, as a nested dictionary that is still to be validated."""
     flags = tyro.conf.OmitArgPrefixes[unchecked(Config, base)]
-    return dataclasses.asdict(read_flags(flags, argv, f"{prog} [RECIPE.toml]", HELP, ConfigError))
+    return dataclasses.asdict(read_flags(flags, argv, f"{prog} [RECIPE.toml]", HELP, UserError))
 
 
 def command_line(cls: Any, argv: Sequence[str], prog: str, description: str | None = None) -> Any:
-    """An instance of a tool's pydantic dataclass of options from its flags. Raises ConfigError.
+    """An instance of a tool's pydantic dataclass of options from its flags. Raises UserError.
 
     A union of dataclasses is a choice of subcommands, and wants a description of the tool.
     """
     try:
-        return read_flags(cls, argv, prog, description or cls.__doc__, ConfigError)
+        return read_flags(cls, argv, prog, description or cls.__doc__, UserError)
     except ValidationError as e:
-        raise ConfigError("; ".join(explain(error, "") for error in e.errors())) from None
+        raise UserError("; ".join(explain(error, "") for error in e.errors())) from None
 
 
 def unchecked(cls: type, values: Any) -> type:

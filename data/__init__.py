@@ -13,7 +13,6 @@ import pydantic
 
 from data.build import ensure_prepared
 from data.dataset import Dataset, check_token_range, open_dataset
-from data.errors import DataError
 from data.files import Tokens
 from data.tokenizer import load_tokenizer
 
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DataConfig",
-    "DataError",
     "Dataset",
     "EvalWindows",
     "Tokens",

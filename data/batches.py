@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.errors import DataError
+from base.cli import UserError
 from data.files import Tokens
 
 FEISTEL_ROUNDS = 6
@@ -60,12 +60,12 @@ class TrainBatches:
     number of windows whatever its offset, every token is an input once and a target once, and only the
     remainder (fewer tokens than one window, elsewhere in every epoch) is left out.
 
-    Raises DataError when the data is not longer than one window.
+    Raises UserError when the data is not longer than one window.
     """
 
     def __init__(self, tokens: Tokens, *, block_size: int, batch_size: int, seed: int):
         if len(tokens) <= block_size:
-            raise DataError(
+            raise UserError(
                 f"a context of {block_size:,} tokens is longer than the training data, which holds "
                 f"{len(tokens):,} and needs one more than the context; pass --block-size "
                 f"{max(1, len(tokens) - 1)} or less, or prepare more text"
@@ -115,13 +115,13 @@ class EvalWindows:
     target exactly once; the last window is then filled up with inputs 0 and targets -1, which the loss leaves
     out.
 
-    Raises DataError when there is no target at all.
+    Raises UserError when there is no target at all.
     """
 
     def __init__(self, tokens: Tokens, *, block_size: int, max_tokens: int):
         targets = len(tokens) - 1
         if targets < 1:
-            raise DataError(
+            raise UserError(
                 f"the validation data holds {len(tokens)} tokens; it takes at least 2: prepare more text"
             )
         windows = -(-targets // block_size)

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+from base.cli import UserError
 from data.dataset import DATA_ROOT
-from data.errors import DataError
 from data.publish import is_done, new_folder, publish
 from data.sources import Piece, Source, StandardLibrary
 from data.tokenizer import CharTokenizer, Tokenizer, check_tokenizer_name, load_tokenizer
@@ -40,10 +40,10 @@ class Amounts:
 
     def __post_init__(self):
         if not 0 < self.val_fraction < 1:
-            raise DataError(f"--val-fraction must lie between 0 and 1, not {self.val_fraction}")
+            raise UserError(f"--val-fraction must lie between 0 and 1, not {self.val_fraction}")
         for flag, value in (("--val-tokens", self.val_tokens), ("--max-tokens", self.max_tokens)):
             if value is not None and value < 2:
-                raise DataError(f"{flag} must be at least 2, not {value}")
+                raise UserError(f"{flag} must be at least 2, not {value}")
 
 
 def ensure_prepared(name: str, root: Path = DATA_ROOT) -> None:
@@ -66,11 +66,11 @@ def prepare(
     """Make the data set `name` in `root` and return its folder; when the same is there, do nothing.
 
     `workers` processes tokenize (0: one, or for tiktoken one per CPU); the result does not depend on it.
-    Raises DataError for anything in the way, and leaves nothing behind then.
+    Raises UserError for anything in the way, and leaves nothing behind then.
     """
     check_tokenizer_name(tokenizer)
     if not 0 <= workers <= MAX_WORKERS:
-        raise DataError(f"--workers must lie between 0 and {MAX_WORKERS}, not {workers}")
+        raise UserError(f"--workers must lie between 0 and {MAX_WORKERS}, not {workers}")
     if workers == 0:
         workers = 1 if tokenizer in ("byte", "char") else os.cpu_count() or 1
     with new_folder(name, root) as folder:
@@ -119,8 +119,8 @@ def _make_tokenizer(name: str, source: Source, amounts: Amounts) -> Tokenizer:
     return CharTokenizer("".join(characters))
 
 
-def _no_text() -> DataError:
-    return DataError(
+def _no_text() -> UserError:
+    return UserError(
         "the source holds no text to speak of: both training and validation take at least two tokens"
     )
 
@@ -201,7 +201,7 @@ def _encode_all(
         for task, future in under_way:
             yield from zip(task, future.result(), strict=True)
     except BrokenProcessPool:
-        raise DataError(
+        raise UserError(
             "a tokenizing process was killed, probably because memory ran out; pass a smaller --workers"
         ) from None
     finally:
@@ -241,12 +241,12 @@ class TokenFile:
         self._file = open(path, "wb")  # noqa: SIM115 (closed by __exit__)
 
     def append(self, ids: np.ndarray) -> None:
-        """Raises DataError for an id outside the vocabulary, which a cast would wrap into it."""
+        """Raises UserError for an id outside the vocabulary, which a cast would wrap into it."""
         if not len(ids):
             return
         largest = int(ids.max())
         if largest >= self.vocab_size:
-            raise DataError(f"the tokenizer gave id {largest}, but its vocabulary has {self.vocab_size:,}")
+            raise UserError(f"the tokenizer gave id {largest}, but its vocabulary has {self.vocab_size:,}")
         self._file.write(ids.astype(self.dtype).tobytes())
         self.tokens += len(ids)
         self.max_id = max(self.max_id, largest)

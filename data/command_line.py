@@ -9,7 +9,7 @@ from typing import Any
 
 import tyro
 
-from data.errors import did_you_mean
+from base.cli import did_you_mean
 
 
 def read_flags(

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import pydantic
 
-from data.errors import DataError, did_you_mean
+from base.cli import UserError, did_you_mean
 from data.files import Shard, Tokens, headerless, is_llmc, llmc, read_file
 from data.tokenizer import Tokenizer, load_tokenizer
 
@@ -56,9 +56,9 @@ class Dataset:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """Raises DataError when the data set does not name its tokenizer, or it cannot be fetched."""
+        """Raises UserError when the data set does not name its tokenizer, or it cannot be fetched."""
         if "tokenizer" not in self.meta:
-            raise DataError(
+            raise UserError(
                 f"{self.path} does not say which tokenizer made it, so its ids cannot be turned into text"
             )
         return load_tokenizer(self.meta["tokenizer"])
@@ -82,12 +82,12 @@ def _samples(tokens: Tokens):
 
 
 def open_dataset(name_or_path: str, root: Path = DATA_ROOT) -> Dataset:
-    """The data set of this name under `root`, or in this folder; DataError when missing or broken."""
+    """The data set of this name under `root`, or in this folder; UserError when missing or broken."""
     path = _find(name_or_path, root)
     try:
         names = sorted(file.name for file in path.iterdir())
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
     if "meta.json" in names:
         return _open_prepared(path)
     if "train.bin" in names or "val.bin" in names:
@@ -98,7 +98,7 @@ def open_dataset(name_or_path: str, root: Path = DATA_ROOT) -> Dataset:
         }
         for split, found in shards.items():
             if not found:
-                raise DataError(
+                raise UserError(
                     f"{path} holds no {split} tokens: expected train.bin and val.bin, or llm.c's shards with "
                     f"{split} as a word of their names, such as fineweb_{split}_000001.bin or "
                     f"tiny_shakespeare_{split}.bin"
@@ -126,9 +126,9 @@ def _find(name_or_path: str, root: Path) -> Path:
             if name_or_path and path.is_dir():
                 return path
         except OSError as error:  # a name too long, a folder above it that is closed to us
-            raise DataError(f"{path} cannot be read: {error.strerror}") from error
+            raise UserError(f"{path} cannot be read: {error.strerror}") from error
     known = [path.name for path in sorted(root.glob("*/")) if any(path.glob("*.bin"))]
-    raise DataError(
+    raise UserError(
         f"there is no data set {name_or_path!r} in {root}, nor a folder of that name"
         f"{did_you_mean(name_or_path, known)}; there are: {', '.join(known) or 'none'}; "
         "python -m data.prepare --help says how to make one"
@@ -142,7 +142,7 @@ def _open_prepared(path: Path) -> Dataset:
         shard = headerless(path / f"{split}.bin", np.dtype(meta.dtype).newbyteorder("<"))
         recorded = getattr(meta, split).tokens
         if shard.count != recorded:
-            raise DataError(
+            raise UserError(
                 f"{shard.path} holds {shard.count:,} tokens, but meta.json beside it records {recorded:,}: "
                 "it was cut short or replaced; prepare it again with --overwrite"
             )
@@ -151,21 +151,21 @@ def _open_prepared(path: Path) -> Dataset:
 
 
 def read_meta(path: Path) -> Meta:
-    """The checked `meta.json` of folder `path`. Raises DataError when it is damaged."""
+    """The checked `meta.json` of folder `path`. Raises UserError when it is damaged."""
     _, text = read_file(path / "meta.json")
     try:
         return pydantic.TypeAdapter(Meta).validate_json(text)
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the file"
-        raise DataError(
+        raise UserError(
             f"{path / 'meta.json'} is damaged ({where}: {first['msg']}); prepare the data again with "
             "--overwrite"
         ) from None
 
 
 def check_token_range(dataset: Dataset, vocab_size: int) -> None:
-    """Raises DataError when the data holds an id that a model of `vocab_size` has no embedding for.
+    """Raises UserError when the data holds an id that a model of `vocab_size` has no embedding for.
 
     Our own data sets record their largest id; foreign files are read through once, a chunk at a time.
     """
@@ -176,7 +176,7 @@ def check_token_range(dataset: Dataset, vocab_size: int) -> None:
             found = ((shard.path, int(chunk.max())) for shard, chunk in tokens.chunks(SCAN_TOKENS))
         for path, max_id in found:
             if max_id >= vocab_size:
-                raise DataError(
+                raise UserError(
                     f"{path} holds token id {max_id:,}, but the model's vocabulary ends at "
                     f"{vocab_size - 1:,}; pass --vocab-size with at least "
                     f"{max(max_id + 1, dataset.vocab_size or 0)}"

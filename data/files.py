@@ -25,7 +25,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.errors import DataError
+from base.cli import UserError
 
 LLMC_MAGIC, LLMC_VERSION, LLMC_HEADER_BYTES = 20240520, 1, 256 * 4
 OPEN_FILES = 64  # per Tokens; a thousand shards would exceed the usual limit of open files
@@ -67,7 +67,7 @@ class Tokens:
     def read(self, starts: np.ndarray, length: int) -> np.ndarray:
         """The `length` tokens from each of `starts` [n] on, int64 [n, length].
 
-        What runs over the end of the last file goes on at the beginning of the first. Raises DataError when a
+        What runs over the end of the last file goes on at the beginning of the first. Raises UserError when a
         file cannot be read (any more).
         """
         parts = (part for start in starts.tolist() for part in self._parts(start, length))
@@ -111,7 +111,7 @@ class Tokens:
         while len(data) < size:  # a signal or a network disk may cut a read short
             more = self._pread(shard.path, size - len(data), position + len(data))
             if not more:
-                raise DataError(
+                raise UserError(
                     f"{shard.path} has become shorter since it was opened; prepare or copy it again"
                 )
             data += more
@@ -123,17 +123,17 @@ class Tokens:
                 return os.pread(self._open(path).fd, size, position)
             except OSError as error:
                 if pause is None or error.errno not in TRANSIENT:
-                    raise DataError(f"{path} cannot be read: {error.strerror}") from error
+                    raise UserError(f"{path} cannot be read: {error.strerror}") from error
             self._open.cache_clear()  # a stale handle stays stale
             time.sleep(pause)
         raise AssertionError("unreachable")
 
 
 def headerless(path: Path, dtype: np.dtype) -> Shard:
-    """A file of nothing but ids. Raises DataError when it is missing or not a whole number of ids long."""
+    """A file of nothing but ids. Raises UserError when it is missing or not a whole number of ids long."""
     size, _ = read_file(path, 0)
     if size % dtype.itemsize:
-        raise DataError(
+        raise UserError(
             f"{path} is {size:,} bytes long, no whole number of {dtype.name} tokens: it was cut short, or is "
             "no token file; prepare or copy it again"
         )
@@ -146,23 +146,23 @@ def is_llmc(path: Path) -> bool:
 
 
 def llmc(path: Path) -> Shard:
-    """A shard of llm.c or modded-nanogpt. Raises DataError when header and length do not say the same."""
+    """A shard of llm.c or modded-nanogpt. Raises UserError when header and length do not say the same."""
     size, start = read_file(path, LLMC_HEADER_BYTES)
     if len(start) < LLMC_HEADER_BYTES:
-        raise DataError(
+        raise UserError(
             f"{path} is shorter than the {LLMC_HEADER_BYTES:,} bytes of header that every shard has; copy it "
             "again"
         )
     magic, version, count = (int(field) for field in np.frombuffer(start, "<i4")[:3])
     if magic != LLMC_MAGIC:
-        raise DataError(
+        raise UserError(
             f"{path} starts with {magic}, not with {LLMC_MAGIC}, llm.c's mark of GPT-2 tokens in uint16; "
             "other kinds of shards are not read"
         )
     if version != LLMC_VERSION:
-        raise DataError(f"{path} has header version {version}; only version {LLMC_VERSION} is read")
+        raise UserError(f"{path} has header version {version}; only version {LLMC_VERSION} is read")
     if size != LLMC_HEADER_BYTES + 2 * count:
-        raise DataError(
+        raise UserError(
             f"{path} should hold {count:,} tokens by its header, but has room for "
             f"{(size - LLMC_HEADER_BYTES) / 2:,.1f}: it was cut short or overwritten; copy it again"
         )
@@ -170,12 +170,12 @@ def llmc(path: Path) -> Shard:
 
 
 def read_file(path: Path, count: int = -1) -> tuple[int, bytes]:
-    """The size of a file and its first `count` bytes, or all. Raises DataError for what cannot be read, and for
+    """The size of a file and its first `count` bytes, or all. Raises UserError for what cannot be read, and for
     a folder or a pipe, on which it would wait for ever."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):
-            raise DataError(f"{path} is a folder, a pipe or a device; only regular files are read")
+            raise UserError(f"{path} is a folder, a pipe or a device; only regular files are read")
         with open(path, "rb") as file:
             return os.fstat(file.fileno()).st_size, file.read(count)
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}; prepare or copy it again") from error
+        raise UserError(f"{path} cannot be read: {error.strerror}; prepare or copy it again") from error

@@ -14,10 +14,10 @@ from typing import Annotated
 
 import tyro
 
+from base.cli import UserError
 from data.build import Amounts, prepare
 from data.command_line import read_flags
 from data.dataset import DATA_ROOT
-from data.errors import DataError
 from data.sources import HuggingFace, StandardLibrary, TextFiles, find_files
 from data.terminal import forgive_output
 
@@ -91,7 +91,7 @@ Command = (
 
 
 def run(command: Stdlib | Text | Hf) -> None:
-    """Prepare what the command line asks for. Raises DataError."""
+    """Prepare what the command line asks for. Raises UserError."""
     options = command.common
     amounts = Amounts(options.val_fraction)
     match command:
@@ -117,9 +117,9 @@ def main() -> None:
     description = "Turn text into the token files that train.py reads."
     command, code = None, 0
     try:
-        command = read_flags(Command, sys.argv[1:], "python -m data.prepare", description, DataError)
+        command = read_flags(Command, sys.argv[1:], "python -m data.prepare", description, UserError)
         run(command)
-    except DataError as error:
+    except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         code = 2
     except KeyboardInterrupt:

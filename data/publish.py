@@ -8,8 +8,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from base.cli import UserError
 from data.dataset import open_dataset, read_meta
-from data.errors import DataError
 
 
 @contextlib.contextmanager
@@ -21,20 +21,20 @@ def new_folder(name: str, root: Path) -> Iterator[Path]:
     at the place it points to.
     """
     if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", name) or name == "__pycache__":
-        raise DataError(f"{name!r} cannot name a data set: use letters, digits, '-', '_' and '.'")
+        raise UserError(f"{name!r} cannot name a data set: use letters, digits, '-', '_' and '.'")
     target = _followed(root / name)
     folder = target.with_name(f".{target.name}.partial")
     try:
         lock = _lock(folder, target)
     except OSError as error:
-        raise DataError(f"{root} cannot be written to: {error}") from error
+        raise UserError(f"{root} cannot be written to: {error}") from error
     try:
         for left_over in folder.iterdir():
             left_over.unlink()
         _restore(target)
         yield folder
     except OSError as error:  # of the source or of the target; the error says which file
-        raise DataError(f"preparing {target} failed: {error}") from error
+        raise UserError(f"preparing {target} failed: {error}") from error
     finally:
         if _is_same(folder, lock):  # not published
             shutil.rmtree(folder)
@@ -85,14 +85,14 @@ def _restore(target: Path) -> None:
 
 
 def is_done(target: Path, request: dict) -> bool:
-    """Whether `target` was made by this request; DataError when by another one, or it is damaged."""
+    """Whether `target` was made by this request; UserError when by another one, or it is damaged."""
     if not target.exists():
         return False
     _check_ours(target)
     made_by = read_meta(target).request
     differing = sorted(key for key in request.keys() | made_by.keys() if request.get(key) != made_by.get(key))
     if differing:
-        raise DataError(
+        raise UserError(
             f"{target} was already made from something else (different: {', '.join(differing)}); pass "
             "another --name, or --overwrite to replace it"
         )
@@ -102,7 +102,7 @@ def is_done(target: Path, request: dict) -> bool:
 
 def _check_ours(target: Path) -> None:
     if not (target / "meta.json").exists():
-        raise DataError(f"{target} exists and was not made by data.prepare; remove it or choose another name")
+        raise UserError(f"{target} exists and was not made by data.prepare; remove it or choose another name")
 
 
 def publish(folder: Path, target: Path) -> None:

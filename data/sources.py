@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from data.errors import DataError, did_you_mean
+from base.cli import UserError, did_you_mean
 
 PIECE_CHARS = 2**20
 READ_BYTES = 2**20
@@ -40,7 +40,7 @@ class Source(Protocol):
         """What identifies the source's content, JSON-serializable; recorded, and compared on a second run."""
 
     def pieces(self) -> Iterator[Piece]:
-        """Every document in order. Raises DataError for what cannot be read."""
+        """Every document in order. Raises UserError for what cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class StandardLibrary:
             if not NOT_LIBRARY & set(path.parts[:-1]) and not path.name.startswith("_sysconfigdata")
         )
         if not chosen:
-            raise DataError(
+            raise UserError(
                 f"this Python has no source text of its standard library in {root}; prepare text instead"
             )
         return [root / path for path in chosen]
@@ -105,28 +105,28 @@ class TextFiles:
 def find_files(patterns: list[str]) -> tuple[Path, ...]:
     """Files, folders (searched for text files) and globs, as absolute paths; each file once, folders sorted.
 
-    Raises DataError for a pattern that names nothing, and for what is neither file nor folder.
+    Raises UserError for a pattern that names nothing, and for what is neither file nor folder.
     """
     found: list[Path] = []
     for pattern in patterns:
         try:
             found += _matches(pattern)
         except OSError as error:
-            raise DataError(f"{error.filename} cannot be read: {error.strerror}") from error
+            raise UserError(f"{error.filename} cannot be read: {error.strerror}") from error
     return tuple(dict.fromkeys(path.resolve() for path in found))
 
 
 def _matches(pattern: str) -> Iterator[Path]:
     matches = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern, recursive=True))
     if not matches:
-        raise DataError(f"there is no file, folder or match for {pattern!r}")
+        raise UserError(f"there is no file, folder or match for {pattern!r}")
     for match in map(Path, matches):
         if match.is_dir():
             yield from _text_files(match)
         elif match.is_file():
             yield match
         else:
-            raise DataError(
+            raise UserError(
                 f"{match} is neither a file nor a folder; store what a pipe gives in a file first"
             )
 
@@ -139,7 +139,7 @@ def _text_files(folder: Path) -> list[Path]:
     paths = [Path(parent, name) for parent, _, names in os.walk(folder, onerror=fail) for name in names]
     inside = sorted(path for path in paths if path.suffix in suffixes and path.is_file())
     if not inside:
-        raise DataError(f"the folder {folder} holds no {', '.join(suffixes)} file")
+        raise UserError(f"the folder {folder} holds no {', '.join(suffixes)} file")
     return inside
 
 
@@ -149,7 +149,7 @@ def _file_identity(path: Path) -> list:
 
 
 def read_text(path: Path) -> Iterator[str]:
-    """The file's text a block at a time, line ends as they are. Raises DataError at the first byte not
+    """The file's text a block at a time, line ends as they are. Raises UserError at the first byte not
     UTF-8."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     position = 0
@@ -161,7 +161,7 @@ def read_text(path: Path) -> Iterator[str]:
                 yield decoder.decode(block, final=not block)
             except UnicodeDecodeError as error:
                 offset = position - pending + error.start
-                raise DataError(
+                raise UserError(
                     f"{path} is not UTF-8 text: see byte {offset:,}; convert the file to UTF-8"
                 ) from None
             if not block:
@@ -178,11 +178,11 @@ def read_jsonl(path: Path, column: str) -> Iterator[str]:
             try:
                 record = json.loads(line)
             except RecursionError:
-                raise DataError(f"{path}, line {number}: the JSON is nested too deeply to be read") from None
+                raise UserError(f"{path}, line {number}: the JSON is nested too deeply to be read") from None
             except ValueError as error:  # of JSON or of UTF-8
-                raise DataError(f"{path}, line {number}: not JSON in UTF-8 ({error})") from None
+                raise UserError(f"{path}, line {number}: not JSON in UTF-8 ({error})") from None
             if not isinstance(record, dict):
-                raise DataError(f"{path}, line {number}: expected an object with a column {column!r}")
+                raise UserError(f"{path}, line {number}: expected an object with a column {column!r}")
             yield text_of(record, column, f"{path}, line {number}")
 
 
@@ -199,26 +199,26 @@ def read_parquet(path: Path, column: str) -> Iterator[str]:
                 for value in batch.column(0).to_pylist():
                     yield text_of({column: value}, column, str(path))
     except UnicodeDecodeError:
-        raise DataError(f"{path}, column {column!r}: not all of its text is UTF-8") from None
+        raise UserError(f"{path}, column {column!r}: not all of its text is UTF-8") from None
     except pyarrow.ArrowException as error:
-        raise DataError(f"{path} is no readable Parquet file ({str(error).splitlines()[0]})") from None
+        raise UserError(f"{path} is no readable Parquet file ({str(error).splitlines()[0]})") from None
 
 
 def text_of(record: dict, column: str, where: str) -> str:
-    """The record's text, empty for a null. Raises DataError when the column is missing or holds something
+    """The record's text, empty for a null. Raises UserError when the column is missing or holds something
     else."""
     if column not in record:
         raise missing_column(column, list(record), where)
     value = record[column]
     if value is not None and not isinstance(value, str):
-        raise DataError(
+        raise UserError(
             f"{where}: column {column!r} holds {type(value).__name__}, not text; choose another --column"
         )
     return value or ""
 
 
-def missing_column(column: str, existing: list[str], where: str) -> DataError:
-    return DataError(
+def missing_column(column: str, existing: list[str], where: str) -> UserError:
+    return UserError(
         f"{where} has no column {column!r}{did_you_mean(column, existing)}; pass --column with one of: "
         f"{', '.join(existing)}"
     )
@@ -255,7 +255,7 @@ class HuggingFace:
             reason = " ".join(str(error).split())
             if "scripts are no longer supported" in reason:
                 reason = "it is a script, which datasets no longer runs; look for a Parquet version of it"
-            raise DataError(
+            raise UserError(
                 f"the data set {self.path!r} cannot be read: {reason or type(error).__name__} "
                 "(a folder must exist; a hub id takes the network)"
             ) from None

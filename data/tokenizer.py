@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 
-from data.errors import DataError, did_you_mean
+from base.cli import UserError, did_you_mean
 
 SEPARATOR_TEXT = "<|endoftext|>"  # how a separator is printed; the same text inside a corpus is ordinary text
 DOWNLOAD_SECONDS = 20
@@ -38,11 +38,11 @@ class CharTokenizer:
         return table
 
     def encode_array(self, text: str) -> np.ndarray:
-        """Ids as an unsigned integer array [n]. Raises DataError for a character that the alphabet lacks."""
+        """Ids as an unsigned integer array [n]. Raises UserError for a character that the alphabet lacks."""
         ids = self._id_of[_code_points(text)]
         unknown = ids == self.vocab_size
         if unknown.any():
-            raise DataError(
+            raise UserError(
                 f"the character {text[unknown.argmax()]!r} is not among the {self.vocab_size} of this char "
                 f"tokenizer; use only characters of its corpus: {self.characters!r}"
             )
@@ -108,19 +108,19 @@ def tokenizer_names() -> list[str]:
 
 
 def check_tokenizer_name(name: str) -> None:
-    """Raises DataError for a name that is none of `tokenizer_names()`; reads and fetches nothing."""
+    """Raises UserError for a name that is none of `tokenizer_names()`; reads and fetches nothing."""
     names = tokenizer_names()
     if name not in names:
-        raise DataError(
+        raise UserError(
             f"there is no tokenizer {name!r}{did_you_mean(name, names)}; known: {', '.join(names)}"
         )
 
 
 def load_tokenizer(meta: dict | None) -> Tokenizer:
-    """The tokenizer that `meta` describes. Raises DataError for none, an unknown one, or one that cannot be
+    """The tokenizer that `meta` describes. Raises UserError for none, an unknown one, or one that cannot be
     fetched."""
     if meta is None:
-        raise DataError(
+        raise UserError(
             "this model was saved without a tokenizer, so there is no way from text to ids and back"
         )
     name = meta.get("name") if isinstance(meta, dict) else None
@@ -128,7 +128,7 @@ def load_tokenizer(meta: dict | None) -> Tokenizer:
         return ByteTokenizer()
     if name == "char":
         if not (isinstance(meta.get("characters"), str) and meta["characters"]):
-            raise DataError("a char tokenizer was stored without its characters; prepare the data again")
+            raise UserError("a char tokenizer was stored without its characters; prepare the data again")
         return CharTokenizer(meta["characters"])
     check_tokenizer_name(str(name))
     return TiktokenTokenizer(name, _load_encoding(name))
@@ -152,7 +152,7 @@ def _load_encoding(name: str) -> tiktoken.Encoding:
     thread.join(DOWNLOAD_SECONDS)
     if "encoding" not in result:
         reason = result.get("error", f"no answer in {DOWNLOAD_SECONDS} seconds")
-        raise DataError(
+        raise UserError(
             f"the vocabulary of tokenizer {name!r} could not be fetched ({reason}); set TIKTOKEN_CACHE_DIR "
             "to a folder that holds it, filled by tiktoken on a machine with network, or use the byte "
             "tokenizer, which needs no download"

@@ -11,7 +11,8 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 
 import train
-from configs import ConfigError, load_config
+from base.cli import UserError
+from configs import load_config
 from data import prepare
 from model import GPT, BatchNorm, ModelConfig
 from training import distributed, runtime
@@ -161,7 +162,7 @@ def test_what_does_not_go_with_it_is_refused(switches, reason):
 def test_several_processes_are_refused_off_cuda(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     config = load_config(["--norm", "batchnorm", "--device", "cpu", "--batch-size", "2"])
-    with pytest.raises(ConfigError, match=r"batchnorm.*on CUDA only, and 2 processes run on cpu"):
+    with pytest.raises(UserError, match=r"batchnorm.*on CUDA only, and 2 processes run on cpu"):
         runtime.start(config)
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from base.cli import UserError
 from model import GPT, ModelConfig
 from training import checkpoint, model_file
 from training.checkpoint import Progress, TrainerState
-from training.model_file import CheckpointError
 
 CONFIG = ModelConfig(n_layer=1, n_head=1, n_embd=8, block_size=4, vocab_size=11, dtype="float32")
 
@@ -93,7 +93,7 @@ def test_a_loss_that_is_no_number_hides_no_best(tmp_path):
 
 def test_a_step_that_was_not_evaluated_is_never_the_best(tmp_path):
     save(tmp_path, 1, None)
-    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+    with pytest.raises(UserError, match="no whole checkpoint"):
         checkpoint.best(tmp_path)
 
 
@@ -137,7 +137,7 @@ def test_when_all_are_damaged_one_sentence_says_what(tmp_path):
     for step in (1, 2):
         flip(save(tmp_path, step) / "trainer.pt")
     with pytest.raises(
-        CheckpointError, match=r"no whole checkpoint; .*00002/trainer.pt does.*00001/trainer.pt does"
+        UserError, match=r"no whole checkpoint; .*00002/trainer.pt does.*00001/trainer.pt does"
     ):
         checkpoint.newest(tmp_path)
 
@@ -237,5 +237,5 @@ def test_another_format_is_refused_by_number(tmp_path):
     file = save(tmp_path, 1) / "manifest.json"
     body = json.loads(file.read_text())["body"] | {"format": 99}
     file.write_text(json.dumps({"body": body, "sha256": checkpoint.digest_of(body)}))
-    with pytest.raises(CheckpointError, match="has format 99, and this version reads format 1"):
+    with pytest.raises(UserError, match="has format 99, and this version reads format 1"):
         checkpoint.newest(tmp_path)

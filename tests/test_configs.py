@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from configs import Config, ConfigError, load_config, to_toml, toml_value
+from base.cli import UserError
+from configs import Config, load_config, to_toml, toml_value
 
 RECIPES = sorted(Path("configs").glob("*.toml"))
 
 
 def refusal(argv) -> str:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(UserError) as caught:
         load_config(argv)
     message = str(caught.value)
     assert "\n" not in message, message

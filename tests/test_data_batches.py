@@ -9,7 +9,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from data import DataError, EvalWindows, TrainBatches
+from base.cli import UserError
+from data import EvalWindows, TrainBatches
 from data.batches import permute
 from data.files import Shard, Tokens
 
@@ -174,7 +175,7 @@ def test_batches_are_int64_and_leave_random_states_alone(counting):
 
 def test_a_context_as_long_as_the_data_is_refused(counting):
     with pytest.raises(
-        DataError, match=r"context of 64 tokens is longer than the training data.*--block-size 63"
+        UserError, match=r"context of 64 tokens is longer than the training data.*--block-size 63"
     ):
         TrainBatches(counting(64), block_size=64, batch_size=1, seed=0)
     TrainBatches(counting(65), block_size=64, batch_size=1, seed=0)
@@ -213,7 +214,7 @@ def test_evaluation_pads_the_last_window_only(counting):
 
 
 def test_evaluation_needs_a_target(counting):
-    with pytest.raises(DataError, match="at least 2"):
+    with pytest.raises(UserError, match="at least 2"):
         EvalWindows(counting(1), block_size=4, max_tokens=100)
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data import DataError, check_token_range, open_dataset
+from base.cli import UserError
+from data import check_token_range, open_dataset
 from data import dataset as dataset_module
 from data import files as files_module
 from data.files import Shard, Tokens
@@ -65,7 +66,7 @@ def test_nanogpt_folder(tmp_path):
     assert contents(dataset.train) == [1, 2, 3, 50_000]
     assert contents(dataset.val) == [7, 8]
     assert dataset.vocab_size is None
-    with pytest.raises(DataError, match="does not say which tokenizer"):
+    with pytest.raises(UserError, match="does not say which tokenizer"):
         _ = dataset.tokenizer
 
 
@@ -174,7 +175,7 @@ def damage_drop_vocab(folder):
 def test_damaged_prepared_folder(tmp_path, damage, message):
     folder = write_prepared(tmp_path / "wide")
     damage(folder)
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(UserError, match=message):
         open_dataset(str(folder))
 
 
@@ -191,29 +192,29 @@ def test_damaged_prepared_folder(tmp_path, damage, message):
 def test_bad_shards(tmp_path, shard, message):
     folder = write_shards(tmp_path / "fineweb")
     write_llmc(folder / "fineweb_train_000002.bin", [1, 2, 3], **shard)
-    with pytest.raises(DataError, match=f"fineweb_train_000002.bin.*{message}"):
+    with pytest.raises(UserError, match=f"fineweb_train_000002.bin.*{message}"):
         open_dataset(str(folder))
 
 
 def test_shards_that_are_no_shards(tmp_path):
     folder = write_shards(tmp_path / "fineweb")
     (folder / "fineweb_val_000000.bin").write_bytes(b"short")
-    with pytest.raises(DataError, match="shorter than the 1,024 bytes of header"):
+    with pytest.raises(UserError, match="shorter than the 1,024 bytes of header"):
         open_dataset(str(folder))
     (folder / "fineweb_val_000000.bin").unlink()
     expected = r"holds no val tokens: expected train\.bin and val\.bin, or .* tiny_shakespeare_val\.bin"
-    with pytest.raises(DataError, match=expected):
+    with pytest.raises(UserError, match=expected):
         open_dataset(str(folder))
     write_nanogpt(tmp_path / "char")
     (tmp_path / "char" / "val.bin").rename(folder / "char_val.bin")
-    with pytest.raises(DataError, match=r"char_val\.bin is shorter than the 1,024 bytes of header"):
+    with pytest.raises(UserError, match=r"char_val\.bin is shorter than the 1,024 bytes of header"):
         open_dataset(str(folder))
 
 
 def test_odd_sized_nanogpt_file(tmp_path):
     folder = write_nanogpt(tmp_path / "char")
     os.truncate(folder / "val.bin", 3)
-    with pytest.raises(DataError, match=r"val\.bin is 3 bytes long, no whole number of uint16 tokens"):
+    with pytest.raises(UserError, match=r"val\.bin is 3 bytes long, no whole number of uint16 tokens"):
         open_dataset(str(folder))
 
 
@@ -236,7 +237,7 @@ def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path, write, name, ma
     folder = write(tmp_path / "d")
     (folder / name).unlink()
     make(folder / name)
-    with pytest.raises(DataError, match=f"d/{name} is a folder, a pipe or a device; only regular files"):
+    with pytest.raises(UserError, match=f"d/{name} is a folder, a pipe or a device; only regular files"):
         open_dataset(str(folder))
 
 
@@ -267,7 +268,7 @@ def deny(monkeypatch, owner, function: str, path: Path) -> None:
 def test_what_may_not_be_read_is_named(tmp_path, monkeypatch, write, owner, function, closed):
     folder = write(tmp_path / "d")
     deny(monkeypatch, owner, function, tmp_path / closed)
-    with pytest.raises(DataError, match=f"{closed} cannot be read: Permission denied"):
+    with pytest.raises(UserError, match=f"{closed} cannot be read: Permission denied"):
         open_dataset(str(folder))
 
 
@@ -282,13 +283,13 @@ def test_what_may_not_be_read_is_named(tmp_path, monkeypatch, write, owner, func
 )
 def test_names_that_no_folder_can_have(tmp_path, name, message):
     (tmp_path / "loop").symlink_to("loop")
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(UserError, match=message):
         open_dataset(name, root=tmp_path)
 
 
 def test_a_missing_data_set_names_the_nearest_and_the_way_to_make_one(tmp_path):
     write_nanogpt(tmp_path / "shakespeare")
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(UserError) as caught:
         open_dataset("shakespear", root=tmp_path)
     message = str(caught.value)
     assert "did you mean shakespeare?" in message
@@ -328,7 +329,7 @@ def test_a_lasting_read_error_is_told(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "pread", broken)
     monkeypatch.setattr(files_module, "RETRY_SECONDS", (0, 0))
-    with pytest.raises(DataError, match=r"train\.bin cannot be read: Input/output error"):
+    with pytest.raises(UserError, match=r"train\.bin cannot be read: Input/output error"):
         contents(dataset.train)
     assert len(tries) == 3
 
@@ -337,7 +338,7 @@ def test_a_file_that_shrinks_while_in_use_is_told(tmp_path):
     folder = write_nanogpt(tmp_path / "char")
     dataset = open_dataset(str(folder))
     os.truncate(folder / "train.bin", 4)
-    with pytest.raises(DataError, match=r"train\.bin has become shorter"):
+    with pytest.raises(UserError, match=r"train\.bin has become shorter"):
         contents(dataset.train)
 
 
@@ -346,7 +347,7 @@ def test_a_shard_that_is_gone_is_told_by_the_read_and_not_by_the_hint_before_it(
     dataset = open_dataset(str(folder))
     (folder / "fineweb_train_000002.bin").unlink()
     dataset.train.expect(np.array([0, 3]), 2)
-    with pytest.raises(DataError, match=r"000002\.bin cannot be read: No such file"):
+    with pytest.raises(UserError, match=r"000002\.bin cannot be read: No such file"):
         contents(dataset.train)
 
 
@@ -368,10 +369,10 @@ def test_token_range_of_foreign_files_is_found_in_every_chunk(tmp_path, monkeypa
     monkeypatch.setattr(dataset_module, "SCAN_TOKENS", 3)
     dataset = open_dataset(str(write_nanogpt(tmp_path / "a", train=[1] * 10 + [65], val=[64])))
     check_token_range(dataset, 66)
-    with pytest.raises(DataError, match=r"train\.bin holds token id 65.*ends at 64; .*at least 66"):
+    with pytest.raises(UserError, match=r"train\.bin holds token id 65.*ends at 64; .*at least 66"):
         check_token_range(dataset, 65)
     dataset = open_dataset(str(write_nanogpt(tmp_path / "b", train=[1], val=[2, 2, 2, 90])))
-    with pytest.raises(DataError, match=r"val\.bin holds token id 90"):
+    with pytest.raises(UserError, match=r"val\.bin holds token id 90"):
         check_token_range(dataset, 65)
 
 
@@ -379,7 +380,7 @@ def test_token_range_of_prepared_data_is_known_without_reading(tmp_path, monkeyp
     dataset = open_dataset(str(write_prepared(tmp_path / "wide")))
     monkeypatch.setattr(os, "pread", None)
     check_token_range(dataset, 70_001)
-    with pytest.raises(DataError, match=r"token id 70,000.*at least 100277"):
+    with pytest.raises(UserError, match=r"token id 70,000.*at least 100277"):
         check_token_range(dataset, 50_304)
 
 

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from tiny_runs import wait_for
 
-from data import DataError, ensure_prepared, open_dataset
+from base.cli import UserError
 from data import build as build_module
+from data import ensure_prepared, open_dataset
 from data import sources as sources_module
 from data.build import Amounts, TokenFile, prepare
 from data.sources import Piece, StandardLibrary, TextFiles, find_files
@@ -140,7 +141,7 @@ def test_a_vocabulary_beyond_uint16_is_written_wide(tmp_path):
 def test_the_dtype_follows_the_vocabulary_and_ids_are_checked(tmp_path, vocab_size, dtype):
     with TokenFile(tmp_path / "t.bin", vocab_size) as file:
         file.append(np.array([0, vocab_size - 1], np.uint32))
-        with pytest.raises(DataError, match=f"id {vocab_size}"):
+        with pytest.raises(UserError, match=f"id {vocab_size}"):
             file.append(np.array([1, vocab_size], np.uint32))
     assert np.fromfile(tmp_path / "t.bin", dtype).tolist() == [0, vocab_size - 1]
     assert (file.tokens, file.max_id) == (2, vocab_size - 1)
@@ -157,11 +158,11 @@ def test_a_second_run_repeats_nothing_and_says_so(tmp_path, capsys, monkeypatch)
 def test_something_else_under_the_same_name_is_refused_unless_overwritten(tmp_path):
     folder = prepare(Documents(("one", "two")), name="d", root=tmp_path)
     before = bins(folder)
-    with pytest.raises(DataError, match=r"different: texts\); .*--overwrite"):
+    with pytest.raises(UserError, match=r"different: texts\); .*--overwrite"):
         prepare(Documents(("three", "four")), name="d", root=tmp_path)
-    with pytest.raises(DataError, match="different: tokenizer"):
+    with pytest.raises(UserError, match="different: tokenizer"):
         prepare(Documents(("one", "two")), name="d", root=tmp_path, tokenizer="char")
-    with pytest.raises(DataError, match="different: val_fraction"):
+    with pytest.raises(UserError, match="different: val_fraction"):
         prepare(Documents(("one", "two")), name="d", root=tmp_path, amounts=Amounts(0.2))
     assert bins(folder) == before
     prepare(Documents(("three", "four")), name="d", root=tmp_path, overwrite=True)
@@ -173,14 +174,14 @@ def test_a_folder_that_is_not_ours_is_never_replaced(tmp_path):
     (tmp_path / "d").mkdir()
     (tmp_path / "d" / "train.bin").write_bytes(b"precious")
     for overwrite in (False, True):
-        with pytest.raises(DataError, match=r"not made by data.prepare"):
+        with pytest.raises(UserError, match=r"not made by data.prepare"):
             prepare(Documents(("one", "two")), name="d", root=tmp_path, overwrite=overwrite)
     assert (tmp_path / "d" / "train.bin").read_bytes() == b"precious"
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", ".hidden", "__pycache__", "a b"])
 def test_names_that_are_no_folder_names(tmp_path, name):
-    with pytest.raises(DataError, match="cannot name a data set"):
+    with pytest.raises(UserError, match="cannot name a data set"):
         prepare(Documents(("one", "two")), name=name, root=tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -189,7 +190,7 @@ def test_names_that_are_no_folder_names(tmp_path, name):
 def test_too_little_text_is_refused_and_leaves_nothing(tmp_path, texts):
     source = Documents(tuple(filter(None, texts)))
     for tokenizer in ("byte", "char"):
-        with pytest.raises(DataError, match="no text to speak of"):
+        with pytest.raises(UserError, match="no text to speak of"):
             prepare(source, name="d", root=tmp_path, tokenizer=tokenizer)
     assert list(tmp_path.iterdir()) == []
 
@@ -198,11 +199,11 @@ def test_a_failing_source_leaves_nothing_and_the_old_data_as_they_were(tmp_path)
     class Failing(Documents):
         def pieces(self):
             yield Piece("written " * 1000, last=True)
-            raise DataError("the disk is gone")
+            raise UserError("the disk is gone")
 
     folder = prepare(Documents(("one", "two")), name="d", root=tmp_path)
     before = bins(folder)
-    with pytest.raises(DataError, match="the disk is gone"):
+    with pytest.raises(UserError, match="the disk is gone"):
         prepare(Failing(()), name="d", root=tmp_path, overwrite=True)
     assert bins(folder) == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["d"]
@@ -213,7 +214,7 @@ def test_a_full_disk_is_told_and_leaves_nothing(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(TokenFile, "append", full)
-    with pytest.raises(DataError, match=r"preparing .*/d failed: .*No space left on device"):
+    with pytest.raises(UserError, match=r"preparing .*/d failed: .*No space left on device"):
         prepare(Documents(("one", "two")), name="d", root=tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -247,7 +248,7 @@ def test_a_killed_preparation_leaves_no_data_set_and_can_be_repeated(tmp_path):
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     process.stdout.close()
-    with pytest.raises(DataError, match="no data set 'd'"):
+    with pytest.raises(UserError, match="no data set 'd'"):
         open_dataset("d", root=tmp_path)
     folder = prepare(Documents(("one", "two")), name="d", root=tmp_path)
     assert ids(folder, "val") == [*b"two", SEPARATOR]
@@ -276,7 +277,7 @@ def test_a_link_stays_and_the_data_go_where_it_points(tmp_path):
 
 def test_a_link_that_points_to_itself_is_told(tmp_path):
     (tmp_path / "d").symlink_to("d")
-    with pytest.raises(DataError, match=r"preparing .*/d failed"):
+    with pytest.raises(UserError, match=r"preparing .*/d failed"):
         prepare(Documents(("one", "two")), name="d", root=tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["d"]
 
@@ -378,10 +379,10 @@ def test_find_files(tmp_path):
     assert names("sub/e.py") == ["e.py"]
     assert names("**/*.py") == ["e.py"]
     for nothing in ("absent.txt", "*.csv"):
-        with pytest.raises(DataError, match="no file, folder or match"):
+        with pytest.raises(UserError, match="no file, folder or match"):
             names(nothing)
     (tmp_path / "bare").mkdir()
-    with pytest.raises(DataError, match=r"bare holds no .txt, .md, .jsonl, .parquet file"):
+    with pytest.raises(UserError, match=r"bare holds no .txt, .md, .jsonl, .parquet file"):
         names("bare")
 
 
@@ -393,7 +394,7 @@ def test_only_files_of_a_folder_count(tmp_path):
     os.mkfifo(tmp_path / "pipe.txt")
     assert find_files([str(tmp_path)]) == (tmp_path / "b.txt", tmp_path / "dir.md" / "a.txt")
     for name in ("gone.txt", "pipe.txt"):
-        with pytest.raises(DataError, match=f"{name} is neither a file nor a folder"):
+        with pytest.raises(UserError, match=f"{name} is neither a file nor a folder"):
             find_files([str(tmp_path / name)])
 
 
@@ -412,5 +413,5 @@ def test_a_folder_that_may_not_be_entered_is_named(tmp_path, monkeypatch, owner,
         return original(path)
 
     monkeypatch.setattr(owner, function, denied)
-    with pytest.raises(DataError, match=r"/closed\S* cannot be read: Permission denied"):
+    with pytest.raises(UserError, match=r"/closed\S* cannot be read: Permission denied"):
         find_files([str(tmp_path / pattern)])

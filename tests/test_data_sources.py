@@ -10,7 +10,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from data import DataError
+from base.cli import UserError
 from data import sources as sources_module
 from data.sources import TextFiles, read_text
 
@@ -49,7 +49,7 @@ def test_text_is_read_as_utf8_whatever_the_platform_prefers(tmp_path):
 def test_bytes_that_are_not_utf8_are_named_by_file_and_offset(tmp_path, monkeypatch, block, raw, offset):
     monkeypatch.setattr(sources_module, "READ_BYTES", block)
     (tmp_path / "bad.txt").write_bytes(raw)
-    with pytest.raises(DataError, match=rf"bad\.txt is not UTF-8 text: see byte {offset};"):
+    with pytest.raises(UserError, match=rf"bad\.txt is not UTF-8 text: see byte {offset};"):
         list(read_text(tmp_path / "bad.txt"))
 
 
@@ -75,7 +75,7 @@ def test_jsonl(tmp_path):
 )
 def test_bad_jsonl(tmp_path, line, message):
     (tmp_path / "t.jsonl").write_bytes(b'{"text": "good"}\n' + line + b"\n")
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(UserError, match=message):
         texts(tmp_path / "t.jsonl")
 
 
@@ -89,20 +89,20 @@ def test_parquet(tmp_path):
     path = write_parquet(tmp_path / "t.parquet", body=["one", None, "three", "é" * 1000], id=[1, 2, 3, 4])
     assert texts(path, "body") == ["one", "three", "é" * 1000]
     with pytest.raises(
-        DataError, match=r"t\.parquet has no column 'text'; pass --column with one of: body, id"
+        UserError, match=r"t\.parquet has no column 'text'; pass --column with one of: body, id"
     ):
         texts(path)
-    with pytest.raises(DataError, match="column 'id' holds int, not text"):
+    with pytest.raises(UserError, match="column 'id' holds int, not text"):
         texts(path, "id")
     os.truncate(path, 20)
-    with pytest.raises(DataError, match=r"t\.parquet is no readable Parquet file"):
+    with pytest.raises(UserError, match=r"t\.parquet is no readable Parquet file"):
         texts(path)
 
 
 def test_parquet_text_that_is_not_utf8(tmp_path):
     raw = pyarrow.array([b"caf\xe9"]).buffers()
     path = write_parquet(tmp_path / "t.parquet", text=pyarrow.StringArray.from_buffers(1, raw[1], raw[2]))
-    with pytest.raises(DataError, match=r"t\.parquet, column 'text': not all of its text is UTF-8"):
+    with pytest.raises(UserError, match=r"t\.parquet, column 'text': not all of its text is UTF-8"):
         texts(path)
 
 
@@ -116,12 +116,12 @@ def test_local_text_imports_neither_datasets_nor_pyarrow(tmp_path, monkeypatch):
 
 HF = """
 import json, os, sys
+from base.cli import UserError
 from data.sources import HuggingFace
-from data.errors import DataError
 for arguments in json.loads(sys.argv[1]):
     try:
         print(json.dumps([piece.text for piece in HuggingFace(**arguments).pieces()]))
-    except DataError as error:
+    except UserError as error:
         print(error)
 sys.stdout.flush()
 os._exit(0)  # as data.prepare does after streaming

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiktoken_ext import openai_public
 
-from data import DataError, load_tokenizer
+from base.cli import UserError
+from data import load_tokenizer
 from data import tokenizer as tokenizer_module
 from data.sources import seam
 from data.tokenizer import ByteTokenizer, CharTokenizer
@@ -70,7 +71,7 @@ def test_character_ids_follow_code_points_as_nanogpts_do():
     "unknown", ["!", "~", "i", "\U0010ffff"]
 )  # before, behind and between the known ones
 def test_an_unknown_character_is_named(unknown):
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(UserError) as caught:
         CharTokenizer("hello").encode("he" + unknown)
     assert repr(unknown) in str(caught.value)
     assert "'ehlo'" in str(caught.value)
@@ -78,16 +79,16 @@ def test_an_unknown_character_is_named(unknown):
 
 def test_half_a_surrogate_pair_as_a_command_line_may_hold_is_no_traceback():
     assert ByteTokenizer().decode(ByteTokenizer().encode("a\udcff")) == "a\ufffd"
-    with pytest.raises(DataError, match=r"the character '\\udcff' is not among the 4"):
+    with pytest.raises(UserError, match=r"the character '\\udcff' is not among the 4"):
         CharTokenizer("hello").encode("he\udcff")
 
 
 def test_unknown_tokenizer():
-    with pytest.raises(DataError, match=r"no tokenizer 'cl100k-base' \(did you mean cl100k_base\?\)"):
+    with pytest.raises(UserError, match=r"no tokenizer 'cl100k-base' \(did you mean cl100k_base\?\)"):
         load_tokenizer({"name": "cl100k-base"})
-    with pytest.raises(DataError, match="no tokenizer 'None'"):
+    with pytest.raises(UserError, match="no tokenizer 'None'"):
         load_tokenizer({})
-    with pytest.raises(DataError, match="without its characters"):
+    with pytest.raises(UserError, match="without its characters"):
         load_tokenizer({"name": "char"})
 
 
@@ -95,7 +96,7 @@ def test_no_network_is_told_within_seconds(monkeypatch):
     never = threading.Event()
     monkeypatch.setattr(tokenizer_module, "DOWNLOAD_SECONDS", 0.2)
     monkeypatch.setattr(tiktoken, "get_encoding", lambda name: never.wait(60))
-    with pytest.raises(DataError, match=r"no answer in 0\.2 seconds.*TIKTOKEN_CACHE_DIR.*byte tokenizer"):
+    with pytest.raises(UserError, match=r"no answer in 0\.2 seconds.*TIKTOKEN_CACHE_DIR.*byte tokenizer"):
         load_tokenizer({"name": "gpt2"})
     never.set()
 
@@ -105,7 +106,7 @@ def test_a_failing_download_is_told(monkeypatch):
         raise ConnectionError("a page of text")
 
     monkeypatch.setattr(tiktoken, "get_encoding", refuse)
-    with pytest.raises(DataError, match=r"'gpt2' could not be fetched \(ConnectionError\).*byte tokenizer"):
+    with pytest.raises(UserError, match=r"'gpt2' could not be fetched \(ConnectionError\).*byte tokenizer"):
         load_tokenizer({"name": "gpt2"})
 
 
@@ -122,7 +123,7 @@ def test_vocabularies_are_kept_inside_the_project_unless_the_user_says_where(mon
         monkeypatch.delenv("TIKTOKEN_CACHE_DIR", raising=False)
         if chosen:
             monkeypatch.setenv("TIKTOKEN_CACHE_DIR", chosen)
-        with pytest.raises(DataError):
+        with pytest.raises(UserError):
             load_tokenizer({"name": "gpt2"})
     inside = Path(tokenizer_module.__file__).parent / ".cache" / "tiktoken"
     assert seen == [str(inside), "/chosen"]

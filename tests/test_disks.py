@@ -20,7 +20,7 @@ from tiny_runs import (
     train,
 )
 
-from configs import ConfigError
+from base.cli import UserError
 from training.folder import RunFolder
 from training.stop import EXIT_STOPPED, EXIT_UNSAVED
 from training.tracker import read_metrics
@@ -184,7 +184,7 @@ def test_a_folder_that_is_gone_and_cannot_be_a_run_again_is_told_and_training_go
     argv, tmp_path, monkeypatch, capsys
 ):
     def refuse(self, config):
-        raise ConfigError("the disk is full")
+        raise UserError("the disk is full")
 
     before_step(monkeypatch, 6, lambda: monkeypatch.setattr(RunFolder, "renew", refuse))
     assert train(*argv) == EXIT_UNSAVED

@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 
-from configs import ConfigError
+from base.cli import UserError
 from model import GPT, BatchNorm, ModelConfig, Norm
 from tools.fold import Converted, fold, ln_to_rms
 
@@ -117,7 +117,7 @@ def test_a_batchnorm_in_evaluation_mode_vanishes_into_linears(placement, bias):
 
 @pytest.mark.parametrize("norm", ["layernorm", "rmsnorm", "batchnorm"])
 def test_post_is_refused_by_name(norm):
-    with pytest.raises(ConfigError, match="placement is post"):
+    with pytest.raises(UserError, match="placement is post"):
         fold(far(placement="post", norm=norm))
 
 
@@ -187,5 +187,5 @@ def test_a_trained_model_converts_too():
     ],
 )
 def test_other_layouts_are_refused_by_the_field_in_the_way(field, switches):
-    with pytest.raises(ConfigError, match=f"^{field} is"):
+    with pytest.raises(UserError, match=f"^{field} is"):
         ln_to_rms(far(**switches))

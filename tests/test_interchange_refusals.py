@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from configs import ConfigError
+from base.cli import UserError
 from model import GPT, ModelConfig
 from tools.interchange import FAMILIES, family_for, our_config, our_weights, their_config, their_weights
 from training.model_file import model_weights
@@ -46,7 +46,7 @@ REFUSED_IN = [
 def test_what_we_cannot_express_is_refused_by_its_field(family, change, reason):
     theirs = config_json(family)
     our_config(FAMILIES[family], theirs)
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(UserError) as refused:
         our_config(FAMILIES[family], theirs | change)
     assert reason in str(refused.value)
 
@@ -58,9 +58,9 @@ def test_a_weight_too_few_or_too_many_is_named(family):
     weights = their_weights(FAMILIES[family], config, model_weights(GPT(config)))
     our_weights(FAMILIES[family], config, theirs, weights)
     name = next(n for n in weights if "1.mlp" in n)
-    with pytest.raises(ConfigError, match=f"lacks the weight {name.split('.', 1)[1]}"):
+    with pytest.raises(UserError, match=f"lacks the weight {name.split('.', 1)[1]}"):
         our_weights(FAMILIES[family], config, theirs, {n: t for n, t in weights.items() if n != name})
-    with pytest.raises(ConfigError, match=r"has a weight score\.weight"):
+    with pytest.raises(UserError, match=r"has a weight score\.weight"):
         our_weights(FAMILIES[family], config, theirs, weights | {"score.weight": torch.ones(2, 16)})
 
 
@@ -92,7 +92,7 @@ def test_a_weight_too_few_or_too_many_is_named(family):
     ],
 )
 def test_a_layout_that_no_family_has_is_refused_by_the_field_in_the_way(switches, reason):
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(UserError) as refused:
         family_for(ModelConfig(**SMALL | switches))
     assert reason in str(refused.value)
 
@@ -103,7 +103,7 @@ def test_a_bias_that_the_family_lacks_is_refused_unless_it_is_zero():
         for p in model.parameters():
             p += 1
     with pytest.raises(
-        ConfigError, match=r"bias: branches\.1\.\w+\.bias is not zero, and a qwen3 model has none"
+        UserError, match=r"bias: branches\.1\.\w+\.bias is not zero, and a qwen3 model has none"
     ):
         their_weights(FAMILIES["qwen3"], model.config, model_weights(model))
     with torch.no_grad():

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 import train
+from base.cli import UserError
 from configs import load_config
-from data import DataError, load_tokenizer, open_dataset
+from data import load_tokenizer, open_dataset
 from model import GPT, ModelConfig
 from tools import sample
 from training.checkpoint import load_model
@@ -138,7 +139,7 @@ def test_a_folder_that_holds_a_run_is_refused_and_left_alone(run):
 
 def test_a_run_whose_vocabulary_cannot_be_fetched_ends_well_without_a_sample(place, monkeypatch, capsys):
     def fail(meta):
-        raise DataError("the vocabulary could not be fetched")
+        raise UserError("the vocabulary could not be fetched")
 
     monkeypatch.setattr("data.dataset.load_tokenizer", fail)
     flags = ["--run-name", "offline", "--max-iters", "2", "--warmup-iters", "1", "--wandb", "disabled"]
@@ -180,7 +181,7 @@ def test_post_norm_without_warm_up_is_warned_of(place, capsys):
 def test_only_one_process_of_a_machine_reads_foreign_tokens_through(place, monkeypatch):
     config = load_config([str(place / "tiny.toml"), "--vocab-size", "5"])  # fewer than the data holds
     dataset = open_dataset(config.data.dataset)
-    with pytest.raises(DataError, match="holds token id"):
+    with pytest.raises(UserError, match="holds token id"):
         fit(config, dataset)
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert fit(config, dataset) == config
@@ -193,7 +194,7 @@ def test_a_prompt_that_the_model_cannot_read_is_refused():
     assert sample.first_tokens(tokenizer, "", 256) == [10]
     assert sample.first_tokens(tokenizer, "", 5) == [0]
     assert sample.first_tokens(tokenizer, "aA", 98) == [97, 65]
-    with pytest.raises(DataError, match="the prompt has token 97, and the model knows ids below 97 only"):
+    with pytest.raises(UserError, match="the prompt has token 97, and the model knows ids below 97 only"):
         sample.first_tokens(tokenizer, "aA", 97)
 
 

@@ -34,8 +34,9 @@ import torch
 import tyro
 from pydantic.dataclasses import dataclass
 
-from configs import STRICT, Config, ConfigError, command_line, load_config, replace, require, user_error
-from data import DataError, Dataset, open_dataset
+from base.cli import UserError
+from configs import STRICT, Config, command_line, load_config, replace, require, user_error
+from data import Dataset, open_dataset
 from tools import throughput
 from tools.output import say
 from training.clock import flops_per_token, peak_flops
@@ -69,10 +70,10 @@ class Options:
 
 
 def load_nanogpt(folder: str) -> ModuleType:
-    """The checkout's model.py. Raises ConfigError if there is none, or it is not nanoGPT's."""
+    """The checkout's model.py. Raises UserError if there is none, or it is not nanoGPT's."""
     path = Path(folder) / "model.py"
     if not path.is_file():
-        raise ConfigError(f"--nanogpt: {path} does not exist")
+        raise UserError(f"--nanogpt: {path} does not exist")
     spec = importlib.util.spec_from_file_location("nanogpt_model", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules["nanogpt_model"] = module
@@ -81,10 +82,10 @@ def load_nanogpt(folder: str) -> ModuleType:
         have = {f.name for f in dataclasses.fields(module.GPTConfig)} | set(dir(module.GPT))
     except (Exception, SystemExit) as e:  # it is a program like any other
         why = f"{type(e).__name__}: {e}".partition("\n")[0]
-        raise ConfigError(f"--nanogpt: {path} is not nanoGPT's model.py ({why})") from None
+        raise UserError(f"--nanogpt: {path} is not nanoGPT's model.py ({why})") from None
     missing = [name for name in (*SHAPE, "configure_optimizers") if name not in have]
     if missing:
-        raise ConfigError(f"--nanogpt: {path} is not nanoGPT's model.py: it has no {missing[0]}")
+        raise UserError(f"--nanogpt: {path} is not nanoGPT's model.py: it has no {missing[0]}")
     return module
 
 
@@ -188,12 +189,12 @@ def compare(options: Options, config: Config) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def with_data(config: Config, random_tokens: bool) -> Iterator[Config]:
-    """The configuration with its vocabulary, and data that exist. Raises ConfigError or DataError."""
+    """The configuration with its vocabulary, and data that exist. Raises UserError or UserError."""
     if not random_tokens:
         yield open_data(config, Runtime(torch.device("cpu")))[0]
         return
     if not 0 < config.model.vocab_size <= 2**16:
-        raise ConfigError("--random-tokens wants a vocabulary: --vocab-size N after `--`, of at most 65,536")
+        raise UserError("--random-tokens wants a vocabulary: --vocab-size N after `--`, of at most 65,536")
     with tempfile.TemporaryDirectory() as folder:
         tokens = np.random.default_rng(0).integers(config.model.vocab_size, size=RANDOM_TOKENS)
         for split in ("train", "val"):
@@ -221,7 +222,7 @@ def main(argv: Sequence[str]) -> None:
         end = argv.index("--") if "--" in argv else len(argv)
         options = command_line(Options, argv[:end], "python -m tools.against_nanogpt")
         say(json.dumps(compare(options, load_config([options.recipe, *argv[end + 1 :]]))))
-    except (ConfigError, DataError) as e:
+    except UserError as e:
         user_error(str(e))
 
 

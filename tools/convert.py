@@ -26,8 +26,9 @@ from pydantic.dataclasses import dataclass
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from configs import STRICT, ConfigError, command_line, flags_of, require, user_error
-from data import DataError, load_tokenizer
+from base.cli import UserError
+from configs import STRICT, command_line, flags_of, require, user_error
+from data import load_tokenizer
 from data.tokenizer import CharTokenizer
 from model import GPT, ModelConfig
 from tools import fold as folding
@@ -47,7 +48,7 @@ from tools.interchange import (
 from tools.output import say
 from tools.vocabulary import FILES, SIZES, recognize, tokenizer_files
 from training.checkpoint import find, load_model, writing
-from training.model_file import CheckpointError, check_weights, model_weights, read_about, save_model
+from training.model_file import check_weights, model_weights, read_about, save_model
 
 OF_A_RUN = ("dropout", "dtype", "residual_dtype", "kernel")  # fields that do not say which model it is
 Source = tyro.conf.Positional[str]
@@ -187,7 +188,7 @@ def vocabulary_files(meta: dict | None, block_size: int) -> tuple[dict[str, str]
     try:
         tokenizer = load_tokenizer(meta)
         files = tokenizer_files(tokenizer, block_size)
-    except DataError as e:
+    except UserError as e:
         return {}, None, f"no tokenizer files: {e}"
     return files, tokenizer.separator, f"with the tokenizer {tokenizer.name}"
 
@@ -195,7 +196,7 @@ def vocabulary_files(meta: dict | None, block_size: int) -> tuple[dict[str, str]
 def named_tokenizer(options: FromNanogpt, vocab_size: int) -> dict[str, Any] | None:
     """The meta of the tokenizer that the flags name. nanoGPT's characters are those of its corpus, sorted.
 
-    Raises ConfigError where it has ids that the model does not know; a vocabulary may be padded, as GPT-2's often is.
+    Raises UserError where it has ids that the model does not know; a vocabulary may be padded, as GPT-2's often is.
     """
     if options.tokenizer == "none":
         return None
@@ -205,25 +206,25 @@ def named_tokenizer(options: FromNanogpt, vocab_size: int) -> dict[str, Any] | N
         try:
             tokenizer = CharTokenizer(Path(options.corpus).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as e:
-            raise ConfigError(f"{options.corpus} cannot be read: {e}") from None
+            raise UserError(f"{options.corpus} cannot be read: {e}") from None
         meta, size, name = tokenizer.meta, tokenizer.vocab_size, options.corpus
     if size > vocab_size or (options.tokenizer == "char" and size < vocab_size):
-        raise ConfigError(f"{name} has {size} different tokens, but the model's vocabulary has {vocab_size}")
+        raise UserError(f"{name} has {size} different tokens, but the model's vocabulary has {vocab_size}")
     return meta
 
 
 def local_folder(source: str) -> Path:
-    """The folder itself, or the snapshot of a model on the hub. Raises ConfigError where there is neither."""
+    """The folder itself, or the snapshot of a model on the hub. Raises UserError where there is neither."""
     if Path(source).is_dir():
         return Path(source)
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", source):
-        raise ConfigError(f"{source} is neither a folder nor the name of a model on the Hugging Face hub")
+        raise UserError(f"{source} is neither a folder nor the name of a model on the Hugging Face hub")
     from huggingface_hub import snapshot_download  # comes with datasets; slow to import
 
     try:
         return Path(snapshot_download(source, allow_patterns=["config.json", "*.safetensors*", *FILES]))
     except Exception as e:  # the hub's, the network library's and the file system's all have their own kinds
-        raise ConfigError(
+        raise UserError(
             f"{source} is no folder here, and the Hugging Face hub gave no model of that name ({type(e).__name__})"
         ) from None
 
@@ -232,11 +233,11 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"{file} does not exist, so {file.parent} holds no model of transformers") from None
+        raise UserError(f"{file} does not exist, so {file.parent} holds no model of transformers") from None
     except (OSError, ValueError, RecursionError) as e:
-        raise ConfigError(f"{file} cannot be read: {e}") from None
+        raise UserError(f"{file} cannot be read: {e}") from None
     if not isinstance(found, dict):
-        raise ConfigError(f"{file} holds no JSON object, but {str(found)[:40]}")
+        raise UserError(f"{file} holds no JSON object, but {str(found)[:40]}")
     return found
 
 
@@ -248,18 +249,18 @@ def read_safetensors(folder: Path) -> Weights:
         table = read_json(index).get("weight_map")
         found = list(table.values()) if isinstance(table, dict) else []
         if not found or not all(isinstance(name, str) for name in found):
-            raise ConfigError(f"{index} has no weight_map that gives the file of each weight")
+            raise UserError(f"{index} has no weight_map that gives the file of each weight")
         names = sorted(set(found))
     weights: Weights = {}
     for name in names:
         try:
             weights |= load_file(folder / name)
         except FileNotFoundError:
-            raise ConfigError(
+            raise UserError(
                 f"{folder / name} does not exist; weights are read from safetensors only"
             ) from None
         except (SafetensorError, OSError) as e:
-            raise ConfigError(f"{folder / name} cannot be read: {e}") from None
+            raise UserError(f"{folder / name} cannot be read: {e}") from None
     return weights
 
 
@@ -277,34 +278,34 @@ def read_nanogpt(file: Path) -> tuple[dict[str, Any], Weights]:
         if not all(isinstance(t, torch.Tensor) for t in weights.values()):
             raise TypeError
     except FileNotFoundError:
-        raise ConfigError(f"{file} does not exist") from None
+        raise UserError(f"{file} does not exist") from None
     except Exception as e:  # torch.load raises nearly anything on a file that is not what it expects
-        raise ConfigError(f"{file} is not nanoGPT's ckpt.pt ({type(e).__name__})") from None
+        raise UserError(f"{file} is not nanoGPT's ckpt.pt ({type(e).__name__})") from None
     return theirs | {"activation_function": "gelu"}, weights
 
 
 def check_free(options: Target) -> None:
-    """Raises ConfigError, before any work, where `options.out` holds what may not be replaced."""
+    """Raises UserError, before any work, where `options.out` holds what may not be replaced."""
     out = Path(options.out)
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
     if not (out / "model.safetensors").exists():
-        raise ConfigError(f"--out {out} holds other files than a model's; choose another folder")
+        raise UserError(f"--out {out} holds other files than a model's; choose another folder")
     if not options.overwrite:
-        raise ConfigError(f"--out {out} already holds a model; pass --overwrite to replace it")
+        raise UserError(f"--out {out} already holds a model; pass --overwrite to replace it")
 
 
 @contextlib.contextmanager
 def written(options: Target, source: Path) -> Iterator[Path]:
-    """A folder to write into, which becomes `options.out` when all is written. Raises ConfigError."""
+    """A folder to write into, which becomes `options.out` when all is written. Raises UserError."""
     out = Path(options.out).resolve()  # a link stays one
     if out.resolve() in (source.resolve(), *source.resolve().parents):
-        raise ConfigError(f"--out {out} holds what is being converted; choose another folder")
+        raise UserError(f"--out {out} holds what is being converted; choose another folder")
     try:
         with writing(out, replacing=True) as folder:
             yield folder
     except (SafetensorError, OSError) as e:  # how safetensors and everything else report a full disk
-        raise ConfigError(f"{out} cannot be written: {getattr(e, 'strerror', None) or e}") from None
+        raise UserError(f"{out} cannot be written: {getattr(e, 'strerror', None) or e}") from None
 
 
 def summary(config: ModelConfig) -> str:
@@ -329,7 +330,7 @@ def main(argv: Sequence[str]) -> None:
         options = command_line(Command, argv, "python -m tools.convert", __doc__.split("\n")[0])
         check_free(options)
         COMMANDS[type(options)](options)
-    except (ConfigError, CheckpointError, DataError) as e:
+    except UserError as e:
         user_error(str(e))
 
 

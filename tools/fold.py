@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from configs import ConfigError
+from base.cli import UserError
 from model import GPT, ModelConfig
 from training.model_file import model_weights
 
@@ -88,11 +88,11 @@ def into_writer(weights: Weights, linear: str, gain: Tensor, shift: Tensor) -> N
 def fold(model: GPT) -> Converted:
     """The model with every norm's gain and shift in the linears around it, as far as that is exact.
 
-    Raises ConfigError for placement post, whose norms write the stream itself.
+    Raises UserError for placement post, whose norms write the stream itself.
     """
     config, weights = model.config, untied(model)
     if config.placement == "post":
-        raise ConfigError(
+        raise UserError(
             "placement is post: what its norms write is the stream, which the next join adds to, so that their gains "
             "cannot move into the linears; pre and sandwich fold"
         )
@@ -127,15 +127,13 @@ def ln_to_rms(model: GPT) -> Converted:
 
     Whatever writes the stream is projected onto the vectors of mean zero. LayerNorm never saw the mean that this
     removes, and the variance of the rest is its mean square. RMSNorm has no bias, so that goes into the linears.
-    Raises ConfigError, by the field that stands in the way, for any other layout.
+    Raises UserError, by the field that stands in the way, for any other layout.
     """
     config, weights = model.config, untied(model)
     needed = {"norm": "layernorm", "placement": "pre", "qk_norm": "off", "embed_norm": False}
     for name, value in needed.items():
         if getattr(config, name) != value:
-            raise ConfigError(
-                f"{name} is {getattr(config, name)}; ln-to-rms is exact for {name} {value} only"
-            )
+            raise UserError(f"{name} is {getattr(config, name)}; ln-to-rms is exact for {name} {value} only")
     for name in ("embed.weight", "pos_embed.weight"):
         if name in weights:
             weights[name] = weights[name] - weights[name].mean(dim=-1, keepdim=True)

@@ -13,7 +13,8 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from configs import ConfigError, explain
+from base.cli import UserError
+from configs import explain
 from model import GPT, ModelConfig
 
 Weights = dict[str, Tensor]
@@ -224,37 +225,37 @@ def get(table: dict, path: str, default: Any = None) -> Any:
 
 
 def family_of(theirs: dict[str, Any]) -> Family:
-    """The family of a config.json. Raises ConfigError for one that is not among the four."""
+    """The family of a config.json. Raises UserError for one that is not among the four."""
     kind = theirs.get("model_type")
     if kind not in list(FAMILIES):  # which a list in the file can be compared with
-        raise ConfigError(f"model_type is {kind!r}; the families that convert are {', '.join(FAMILIES)}")
+        raise UserError(f"model_type is {kind!r}; the families that convert are {', '.join(FAMILIES)}")
     return FAMILIES[kind]
 
 
 def our_config(family: Family, theirs: dict[str, Any]) -> ModelConfig:
-    """Our configuration of a model of theirs. Raises ConfigError that names the field we cannot express."""
+    """Our configuration of a model of theirs. Raises UserError that names the field we cannot express."""
     theirs = modern_rope(theirs)
     for name, allowed in (COMMON_ONLY | family.only).items():
         value = get(theirs, name, allowed[0])
         if not all(v in allowed for v in (value if isinstance(value, list) else [value])):
-            raise ConfigError(f"{name} is {value!r}, which this repository's model cannot express")
+            raise UserError(f"{name} is {value!r}, which this repository's model cannot express")
     key, known = family.activation
     kind = theirs.get(key, next(iter(known)))
     if kind not in list(known):
-        raise ConfigError(f"{key} is {kind!r}; what {family.name} converts with is {', '.join(known)}")
+        raise UserError(f"{key} is {kind!r}; what {family.name} converts with is {', '.join(known)}")
     for name in filter(lambda name: isinstance(name, str), family.biased.values()):
         if not isinstance(theirs.get(name, False), bool):
-            raise ConfigError(f"{name} is {theirs[name]!r}, but it is true or false")
+            raise UserError(f"{name} is {theirs[name]!r}, but it is true or false")
     values = {}
     for ours, name in family.fields.items():
         values[ours] = get(theirs, name, family.defaults.get(name, dataclasses.MISSING))
         if values[ours] is dataclasses.MISSING:
-            raise ConfigError(f"config.json of a {family.name} model lacks {name}")
+            raise UserError(f"config.json of a {family.name} model lacks {name}")
     bias = any(has_bias(family, place, theirs) for place in family.biased)
     try:
         return ModelConfig(**COMMON_LAYOUT | family.layout | values, mlp=known[kind], bias=bias)
     except ValidationError as e:
-        raise ConfigError("config.json: " + "; ".join(explain(err, "model") for err in e.errors())) from None
+        raise UserError("config.json: " + "; ".join(explain(err, "model") for err in e.errors())) from None
 
 
 def modern_rope(theirs: dict[str, Any]) -> dict[str, Any]:
@@ -262,7 +263,7 @@ def modern_rope(theirs: dict[str, Any]) -> dict[str, Any]:
     old = {"rope_theta": theirs["rope_theta"]} if "rope_theta" in theirs else {}
     new = theirs.get("rope_parameters") or {}
     if not isinstance(new, dict):
-        raise ConfigError(f"rope_parameters is {new!r}, but it is an object")
+        raise UserError(f"rope_parameters is {new!r}, but it is an object")
     return theirs | {"rope_parameters": old | new}
 
 
@@ -275,7 +276,7 @@ def has_bias(family: Family, ours: str, theirs: dict[str, Any]) -> bool:
 def our_weights(family: Family, config: ModelConfig, theirs: dict[str, Any], weights: Weights) -> Weights:
     """Their weights under our names, in float32; a bias that they do not have is zero.
 
-    Raises ConfigError for a weight of theirs that is missing, or that the table does not know.
+    Raises UserError for a weight of theirs that is missing, or that the table does not know.
     """
     rest = {n.removeprefix(family.prefix): t for n, t in weights.items() if not n.endswith(BUFFERS)}
     if config.tie_embeddings:
@@ -292,7 +293,7 @@ def our_weights(family: Family, config: ModelConfig, theirs: dict[str, Any], wei
                 continue
             missing = [f"{name}.{kind}" for name in names if f"{name}.{kind}" not in rest]
             if missing:
-                raise ConfigError(f"the {family.name} model lacks the weight {missing[0]}")
+                raise UserError(f"the {family.name} model lacks the weight {missing[0]}")
             value = [stored(family, table_name, rest.pop(f"{name}.{kind}")).float() for name in names]
             try:
                 ours[f"{module}.{kind}"] = torch.cat(value)
@@ -300,23 +301,23 @@ def our_weights(family: Family, config: ModelConfig, theirs: dict[str, Any], wei
                 shapes = ", ".join(
                     f"{name}.{kind} {tuple(t.shape)}" for name, t in zip(names, value, strict=True)
                 )
-                raise ConfigError(f"the {family.name} model has weights that are no rows: {shapes}") from None
+                raise UserError(f"the {family.name} model has weights that are no rows: {shapes}") from None
     if rest:
-        raise ConfigError(f"the {family.name} model has a weight {min(rest)}, for which there is no place")
+        raise UserError(f"the {family.name} model has a weight {min(rest)}, for which there is no place")
     return ours
 
 
 def sketch(config: ModelConfig, weights: Weights) -> GPT:
-    """Our model on the meta device. Raises ConfigError where it cannot be the one that has these weights."""
+    """Our model on the meta device. Raises UserError where it cannot be the one that has these weights."""
     if not config.vocab_size:
-        raise ConfigError("vocab_size is 0; it must be positive")
+        raise UserError("vocab_size is 0; it must be positive")
     if config.n_layer > len(weights):
-        raise ConfigError(f"n_layer is {config.n_layer}, but there are only {len(weights)} weights")
+        raise UserError(f"n_layer is {config.n_layer}, but there are only {len(weights)} weights")
     try:
         with torch.device("meta"):
             return GPT(config)
     except (RuntimeError, OverflowError, TypeError):
-        raise ConfigError("the model that the configuration describes is too large") from None
+        raise UserError("the model that the configuration describes is too large") from None
 
 
 def stored(family: Family, ours: str, t: Tensor) -> Tensor:
@@ -347,7 +348,7 @@ def resolved(config: ModelConfig) -> dict[str, Any]:
 
 
 def family_for(config: ModelConfig) -> Family:
-    """The family that expresses a model of ours. Raises ConfigError that names what stands in the way."""
+    """The family that expresses a model of ours. Raises UserError that names what stands in the way."""
     found = {family.name: obstacles(family, config) for family in FAMILIES.values()}
     fewest = min(map(len, found.values()))
     nearest = {name: what for name, what in found.items() if len(what) == fewest}
@@ -357,7 +358,7 @@ def family_for(config: ModelConfig) -> Family:
         f"{name} would if " + " and ".join(f"{k} were {need}, not {have}" for k, (have, need) in what.items())
         for name, what in nearest.items()
     ]
-    raise ConfigError(f"no family of transformers expresses this model; {'; '.join(ways)}")
+    raise UserError(f"no family of transformers expresses this model; {'; '.join(ways)}")
 
 
 def their_config(family: Family, config: ModelConfig) -> dict[str, Any]:
@@ -378,7 +379,7 @@ def their_config(family: Family, config: ModelConfig) -> dict[str, Any]:
 def their_weights(family: Family, config: ModelConfig, weights: Weights) -> Weights:
     """Our weights under their names; a bias that they always have and we do not is zero.
 
-    Raises ConfigError for a bias that is not zero and for which they have no place.
+    Raises UserError for a bias that is not zero and for which they have no place.
     """
     n_q, n_kv = config.n_head * config.head_width, config.kv_heads * config.head_width
     theirs = {}
@@ -389,7 +390,7 @@ def their_weights(family: Family, config: ModelConfig, weights: Weights) -> Weig
             bias = torch.zeros(len(weight))
         if bias is not None and place is None:
             if bias.any():
-                raise ConfigError(
+                raise UserError(
                     f"bias: {module}.bias is not zero, and a {family.name} model has none there; "
                     f"{'llama has, with qk_norm off; or ' if config.norm == 'rmsnorm' else ''}train with --no-bias"
                 )

@@ -96,7 +96,7 @@ def measure(config: Config, rounds: int | None = None) -> LoggingCost:
     Rows and looks come at the intervals of the configuration, as what has not run for a while is slow at first; looks
     more often where there would be fewer than LOOKS, rows less often where there would be no steps between. The
     device is waited for after each step, so on a GPU it is left out that a row keeps the host from running ahead.
-    Raises ConfigError, DataError.
+    Raises UserError, UserError.
     """
     with tempfile.TemporaryDirectory() as folder:
         run = Watched(config, Path(folder))

@@ -6,20 +6,20 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from configs import ConfigError
+from base.cli import UserError
 
 
 def check_writable(flag: str, path: str) -> None:
-    """Raises ConfigError, before any work, where no file can be made at `path`; an empty one is no file."""
+    """Raises UserError, before any work, where no file can be made at `path`; an empty one is no file."""
     folder = Path(path).parent
     if path and is_special(Path(path)):
         return
     if path and Path(path).is_dir():
-        raise ConfigError(f"{flag} {path} is a folder; name a file")
+        raise UserError(f"{flag} {path} is a folder; name a file")
     if path and not folder.is_dir():
-        raise ConfigError(f"{flag} {path} cannot be written: there is no folder {folder}")
+        raise UserError(f"{flag} {path} cannot be written: there is no folder {folder}")
     if path and not os.access(folder, os.W_OK):
-        raise ConfigError(f"{flag} {path} cannot be written: the folder {folder} is read-only")
+        raise UserError(f"{flag} {path} cannot be written: the folder {folder} is read-only")
 
 
 def is_special(path: Path) -> bool:
@@ -29,7 +29,7 @@ def is_special(path: Path) -> bool:
 
 @contextlib.contextmanager
 def new_file(path: Path) -> Iterator[Path]:
-    """A file to write into, which takes the place of `path` when all is written. Raises ConfigError."""
+    """A file to write into, which takes the place of `path` when all is written. Raises UserError."""
     try:
         if is_special(path):
             yield path
@@ -43,13 +43,13 @@ def new_file(path: Path) -> Iterator[Path]:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
     except OSError as e:
-        raise ConfigError(f"{path} cannot be written: {e.strerror or e}") from None
+        raise UserError(f"{path} cannot be written: {e.strerror or e}") from None
 
 
 def say(text: str) -> None:
     """Prints at once. What the terminal cannot show becomes `?`; a reader that has left, as head does, is not missed.
 
-    Raises ConfigError where standard output is a file on a full disk.
+    Raises UserError where standard output is a file on a full disk.
     """
     if sys.stdout is None:  # the shell has closed it
         return
@@ -59,4 +59,4 @@ def say(text: str) -> None:
     except OSError as e:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
         if not isinstance(e, BrokenPipeError):
-            raise ConfigError(f"standard output cannot be written: {e.strerror}") from None
+            raise UserError(f"standard output cannot be written: {e.strerror}") from None

@@ -19,6 +19,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from base.cli import UserError
+
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own notes; read when torch is loaded
 
 import torch
@@ -29,8 +31,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 import kernels
-from configs import STRICT, Config, ConfigError, command_line, load_config, replace, require, user_error
-from data import DataError
+from configs import STRICT, Config, command_line, load_config, replace, require, user_error
 from model import GPT, Norm
 from tools import logging_cost
 from tools.output import check_writable, new_file, say
@@ -221,7 +222,7 @@ def modes(config: Config, compiled: bool) -> dict[str, Steps]:
     ours = replace(replace(config, "model", kernel="auto"), "run", compile=False)
     found = {"torch": Steps(replace(ours, "model", kernel="torch")), "eager": Steps(ours)}
     if compiled:
-        with contextlib.suppress(ConfigError):  # no C++ compiler
+        with contextlib.suppress(UserError):  # no C++ compiler
             found["compiled"] = Steps(replace(ours, "run", compile=True))
     return found
 
@@ -313,7 +314,7 @@ def main(argv: Sequence[str]) -> None:
             with new_file(Path(options.json)) as file:
                 file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         say(text)
-    except (ConfigError, DataError) as e:
+    except UserError as e:
         user_error(str(e))
 
 

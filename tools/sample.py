@@ -13,12 +13,13 @@ import tyro
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from configs import STRICT, ConfigError, command_line, require, user_error
-from data import DataError, load_tokenizer
+from base.cli import UserError
+from configs import STRICT, command_line, require, user_error
+from data import load_tokenizer
 from model import GPT
 from tools.output import say
 from training.checkpoint import find, load_model
-from training.model_file import CheckpointError, read_about
+from training.model_file import read_about
 from training.runtime import choose_device
 
 LENGTHS = 64  # contexts are filled up to multiples of this
@@ -91,18 +92,18 @@ def generate(
 def first_tokens(tokenizer, prompt: str, known: int) -> list[int]:
     """The prompt's ids; for an empty one the separator that begins a document, or a line break, or id 0.
 
-    known: how many ids the model knows. Raises DataError for a prompt that needs others.
+    known: how many ids the model knows. Raises UserError for a prompt that needs others.
     """
     if prompt:
         ids = tokenizer.encode(prompt)
         if max(ids) >= known:
-            raise DataError(f"the prompt has token {max(ids)}, and the model knows ids below {known} only")
+            raise UserError(f"the prompt has token {max(ids)}, and the model knows ids below {known} only")
         return ids
     if tokenizer.separator is not None and tokenizer.separator < known:
         return [tokenizer.separator]
     try:
         return [i for i in tokenizer.encode("\n") if i < known] or [0]
-    except DataError:
+    except UserError:
         return [0]
 
 
@@ -124,7 +125,7 @@ def main(argv: Sequence[str]) -> None:
         model = load_model(path).to(choose_device(options.device))
         texts = continuations(model, load_tokenizer(read_about(path)["tokenizer"]), options)
         say("\n\n---\n\n".join(texts))
-    except (ConfigError, CheckpointError, DataError) as e:
+    except UserError as e:
         user_error(str(e))
 
 

@@ -29,18 +29,18 @@ import tyro
 from pydantic.dataclasses import dataclass
 from tqdm import tqdm
 
+from base.cli import UserError
 from configs import (
     GRID,
     OWNER,
     STRICT,
-    ConfigError,
     command_line,
     flags_of,
     load_config,
     require,
     user_error,
 )
-from data import DataError, ensure_prepared
+from data import ensure_prepared
 from tools import study_results
 from tools.output import new_file, say
 from tools.report.page import page
@@ -87,7 +87,7 @@ class Study:
         cells = [dict(zip(self.grid, values, strict=True)) for values in combinations]
         self.cells = {name_of(cell): cell for cell in cells}
         if len(self.cells) < len(cells) or max(map(len, self.cells)) > LONGEST_NAME:
-            raise ConfigError(
+            raise UserError(
                 f"{recipe}: the values under [{GRID}] make no names of folders that are short and differ"
             )
         for name in self.cells:
@@ -109,7 +109,7 @@ class Study:
         return [str(self.recipe), *flags_of(self.cells[name]), *place, "--overwrite", "--wandb", "disabled"]
 
     def run(self, name: str) -> dict[str, Any]:
-        """Trains one cell and keeps its result. Raises ConfigError if train.py fails, other than by divergence."""
+        """Trains one cell and keeps its result. Raises UserError if train.py fails, other than by divergence."""
         folder = self.out / name
         command = [sys.executable, str(TRAIN), *self.arguments(name)]
         threads = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "MKL")}
@@ -117,11 +117,11 @@ class Study:
         done = subprocess.run(command, capture_output=True, text=True, env=os.environ | threads)
         if done.returncode not in (0, DIVERGED):
             last = (done.stderr.strip() or "no message").splitlines()[-1]
-            raise ConfigError(f"the cell {name} ended with exit code {done.returncode}: {last}")
+            raise UserError(f"the cell {name} ended with exit code {done.returncode}: {last}")
         try:
             rows = read_metrics(folder / "metrics.jsonl")
         except (OSError, ValueError) as e:
-            raise ConfigError(f"the metrics of the cell {name} cannot be read: {e}") from None
+            raise UserError(f"the metrics of the cell {name} cannot be read: {e}") from None
         result = {
             "cell": self.cells[name],
             "diverged": done.returncode == DIVERGED,
@@ -164,16 +164,16 @@ def name_of(cell: dict[str, Any]) -> str:
 
 
 def check_grid(grid: Any, path: Path) -> dict[str, list]:
-    """The grid, or ConfigError in a sentence."""
+    """The grid, or UserError in a sentence."""
     if not isinstance(grid, dict) or not grid:
-        raise ConfigError(
+        raise UserError(
             f"{path} has no table [{GRID}], which lists values, as in norm = ['layernorm', 'rmsnorm']"
         )
     for key, values in grid.items():
         if OWNER.get(key, "start") == "start" or key in ("out_dir", "run_name", "wandb"):
-            raise ConfigError(f"{path}: [{GRID}] names {key}, which is nothing that a study can vary")
+            raise UserError(f"{path}: [{GRID}] names {key}, which is nothing that a study can vary")
         if not isinstance(values, list) or not values or len(set(map(str, values))) < len(values):
-            raise ConfigError(
+            raise UserError(
                 f"{path}: {key} under [{GRID}] must be a list of different values, not {values!r}"
             )
     return grid
@@ -192,7 +192,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def repeat(study: Study, name: str) -> None:
     if name not in study.cells:
-        raise ConfigError(
+        raise UserError(
             f"--cell {name} is none of the {len(study.cells)} cells, such as {next(iter(study.cells))}"
         )
     before, after = study.finished(name), study.run(name)
@@ -203,16 +203,16 @@ def repeat(study: Study, name: str) -> None:
 
 
 def folder_for_results(name: str) -> Path:
-    """The folder, made. Raises ConfigError, before anything runs, where it or what draws into it is missing."""
+    """The folder, made. Raises UserError, before anything runs, where it or what draws into it is missing."""
     missing = [module for module in ("matplotlib", "plotly") if not importlib.util.find_spec(module)]
     if missing:
-        raise ConfigError(
+        raise UserError(
             f"the results need {' and '.join(missing)}; install with `pip install -e '.[report]'`"
         )
     try:
         Path(name).mkdir(parents=True, exist_ok=True)
     except OSError as e:
-        raise ConfigError(f"the folder {name} for the results cannot be made: {e.strerror}") from None
+        raise UserError(f"the folder {name} for the results cannot be made: {e.strerror}") from None
     return Path(name)
 
 
@@ -229,7 +229,7 @@ def main(argv: Sequence[str]) -> None:
         command += ["--docs", options.docs] if options.docs else []
         study_results.write(docs / study.name, results, shlex.join(command))
         say(f"{study.report(results)}: open it in a browser")
-    except (ConfigError, DataError) as e:
+    except UserError as e:
         user_error(str(e))
 
 

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from configs import Config, ConfigError, replace
+from base.cli import UserError
+from configs import Config, replace
 from training.dataset import open_data
 from training.runtime import start
 from training.trainer import Trainer
@@ -105,4 +106,4 @@ def lines(table: dict[str, dict[str, float]]) -> Iterable[str]:
 
 def check_rounds(rounds: int) -> None:
     if rounds < 2:
-        raise ConfigError(f"--rounds is {rounds}; quartiles want at least 2")
+        raise UserError(f"--rounds is {rounds}; quartiles want at least 2")

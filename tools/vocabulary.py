@@ -9,7 +9,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from data import DataError, load_tokenizer
+from base.cli import UserError
+from data import load_tokenizer
 from data.tokenizer import SEPARATOR_TEXT
 
 FILES = (
@@ -51,13 +52,13 @@ def merges(ranks: dict[bytes, int]) -> list[tuple[str, str]]:
 
 
 def vocabulary(tokenizer: Any) -> dict[str, int]:
-    """Token to id, spelled as in tokenizer.json, the separator included. Raises DataError for other tokenizers."""
+    """Token to id, spelled as in tokenizer.json, the separator included. Raises UserError for other tokenizers."""
     if tokenizer.name == "char":
         return {c: i for i, c in enumerate(tokenizer.characters)}
     if tokenizer.name == "byte" or tokenizer.name in GPT2:
         tokens = {spelled(token): i for token, i in ranks(tokenizer).items()}
         return tokens | {SEPARATOR_TEXT: tokenizer.separator}
-    raise DataError(
+    raise UserError(
         f"tokenizer files are written for byte, char and {' and '.join(GPT2)}, not for {tokenizer.name}"
     )
 
@@ -129,7 +130,7 @@ def recognize(folder: Path) -> tuple[dict | None, str]:
         return None, f"its vocabulary of {len(theirs)} tokens is none that this repository knows"
     try:
         same = vocabulary(load_tokenizer({"name": name})) == theirs
-    except DataError as e:
+    except UserError as e:
         return None, f"whether its vocabulary is {name}'s could not be checked: {e}"
     return (
         ({"name": name}, "") if same else (None, f"its vocabulary is as large as {name}'s, but another one")

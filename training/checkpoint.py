@@ -29,8 +29,9 @@ from pydantic.dataclasses import dataclass
 from safetensors import SafetensorError
 from torch import Tensor
 
+from base.cli import UserError
 from model import GPT, ModelConfig
-from training.model_file import CheckpointError, check_weights, model_weights, read_model, save_model, sketch
+from training.model_file import check_weights, model_weights, read_model, save_model, sketch
 
 FORMAT = 1
 FILES = ("model.safetensors", "trainer.pt")
@@ -185,7 +186,7 @@ def listed(run_dir: Path) -> list[Checkpoint]:
     """The checkpoints whose manifests are whole, oldest first."""
     found = []
     for path in folders(run_dir):
-        with contextlib.suppress(CheckpointError):
+        with contextlib.suppress(UserError):
             found.append(read_manifest(path))
     return found
 
@@ -232,38 +233,36 @@ def set_aside(run_dir: Path, step: int) -> None:
 
 
 def read_manifest(path: Path) -> Checkpoint:
-    """The checkpoint at `path`. Raises CheckpointError, which says what is wrong with its manifest."""
+    """The checkpoint at `path`. Raises UserError, which says what is wrong with its manifest."""
     try:
         manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
         body = manifest["body"]
         if digest_of(body) != manifest["sha256"]:
-            raise CheckpointError(f"{path}/manifest.json does not match its own checksum")
+            raise UserError(f"{path}/manifest.json does not match its own checksum")
         if body["format"] != FORMAT:
-            raise CheckpointError(
-                f"{path} has format {body['format']}, and this version reads format {FORMAT}"
-            )
+            raise UserError(f"{path} has format {body['format']}, and this version reads format {FORMAT}")
         return Checkpoint(path, body["step"], body["val_loss"], body["sha256"])
     except FileNotFoundError:
-        raise CheckpointError(f"{path} has no manifest.json") from None
-    except CheckpointError:
+        raise UserError(f"{path} has no manifest.json") from None
+    except UserError:
         raise
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        raise CheckpointError(f"{path}/manifest.json is damaged") from None
+        raise UserError(f"{path}/manifest.json is damaged") from None
 
 
 def check(path: Path) -> Checkpoint:
-    """The checkpoint at `path` with every checksum verified. Raises CheckpointError, which says what is wrong."""
+    """The checkpoint at `path` with every checksum verified. Raises UserError, which says what is wrong."""
     found = read_manifest(path)
     for name in FILES:
         file = path / name
         if not file.is_file():
-            raise CheckpointError(f"{file} is missing")
+            raise UserError(f"{file} is missing")
         try:
             same = digest(file) == found.sha256.get(name)
         except OSError as e:
-            raise CheckpointError(f"{file} cannot be read ({e.strerror})") from None
+            raise UserError(f"{file} cannot be read ({e.strerror})") from None
         if not same:
-            raise CheckpointError(f"{file} does not match its checksum")
+            raise UserError(f"{file} does not match its checksum")
     return found
 
 
@@ -282,30 +281,26 @@ def select(run_dir: Path, paths: list[Path], tell: Callable[[str], None]) -> Che
     for path in paths:
         try:
             found = check(path)
-        except CheckpointError as e:
+        except UserError as e:
             damage.append(e)
             continue
         for problem in damage:
             tell(f"passing over a damaged checkpoint: {problem}")
         return found
-    raise CheckpointError(f"{run_dir} holds no whole checkpoint" + "".join(f"; {d}" for d in damage))
+    raise UserError(f"{run_dir} holds no whole checkpoint" + "".join(f"; {d}" for d in damage))
 
 
 def load_trainer(checkpoint: Checkpoint, kind: type[State] = TrainerState) -> State:
-    """trainer.pt, with nothing unpickled but tensors and plain containers. Raises CheckpointError."""
+    """trainer.pt, with nothing unpickled but tensors and plain containers. Raises UserError."""
     file = checkpoint.path / "trainer.pt"
     try:
         state = kind(**torch.load(file, map_location="cpu", weights_only=True))
     except ValidationError as e:
-        raise CheckpointError(
-            f"{file} is not what nanonorm saves: {e.errors()[0]['loc'][0]} is wrong"
-        ) from None
+        raise UserError(f"{file} is not what nanonorm saves: {e.errors()[0]['loc'][0]} is wrong") from None
     except Exception as e:  # torch.load raises nearly anything on a damaged file
-        raise CheckpointError(
-            f"{file} is refused, as it holds more than tensors ({type(e).__name__})"
-        ) from None
+        raise UserError(f"{file} is refused, as it holds more than tensors ({type(e).__name__})") from None
     if state.progress.step != checkpoint.step:
-        raise CheckpointError(f"{file} is of another step than the manifest beside it")
+        raise UserError(f"{file} is of another step than the manifest beside it")
     return state
 
 
@@ -313,7 +308,7 @@ def find(directory: str | Path, which: str = "latest") -> Path:
     """The folder with model.safetensors that a run, a checkpoint or a converted model stands for."""
     directory = Path(directory)
     if not directory.is_dir():
-        raise CheckpointError(f"{directory} {'is no folder' if directory.exists() else 'does not exist'}")
+        raise UserError(f"{directory} {'is no folder' if directory.exists() else 'does not exist'}")
     if (directory / "checkpoints").is_dir():
         return {"latest": newest, "best": best}[which](directory).path
     if (directory / "manifest.json").exists():
@@ -326,7 +321,7 @@ def load_model(directory: str | Path, which: str = "latest") -> GPT:
 
     It computes in float32, whatever it was trained in, on any machine.
 
-    which: "latest" or "best", for a run. Raises CheckpointError in one sentence.
+    which: "latest" or "best", for a run. Raises UserError in one sentence.
     """
     path = find(directory, which)
     weights, about = read_model(path)

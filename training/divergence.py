@@ -281,7 +281,7 @@ def replay(config: Config, runtime: Runtime) -> None:
     """Repeats the failed step of `config.start.replay`; raises Diverged with the report if it fails again."""
     path = Path(config.start.replay)
     if not (path / "report.txt").exists():
-        raise model_file.CheckpointError(f"{path} is not the `diverged` folder that a run leaves behind")
+        raise model_file.UserError(f"{path} is not the `diverged` folder that a run leaves behind")
     found = checkpoint.check(path)
     weights, _ = model_file.read_model(path)
     state = checkpoint.load_trainer(found, FailedState)

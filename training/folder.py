@@ -12,7 +12,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from configs import SECTIONS, Config, ConfigError, RunConfig, StartConfig, to_toml
+from base.cli import UserError
+from configs import SECTIONS, Config, RunConfig, StartConfig, to_toml
 from training import checkpoint
 from training.tracker import cut_after
 
@@ -39,26 +40,26 @@ class RunFolder:
         self.described = False
 
     def choose(self, start: StartConfig) -> bool:
-        """Whether to resume. Raises ConfigError if the folder holds something that no flag says what to do with."""
+        """Whether to resume. Raises UserError if the folder holds something that no flag says what to do with."""
         with writing(self.path):
             return self.chosen(start)
 
     def chosen(self, start: StartConfig) -> bool:
         path, is_run = self.path, self.is_run()
         if path.exists() and not path.is_dir():
-            raise ConfigError(
+            raise UserError(
                 f"{path} is a file, and the run needs a folder of that name; pass another --run-name"
             )
         if start.resume and not is_run:
-            raise ConfigError(f"--resume: {path} holds no run")
+            raise UserError(f"--resume: {path} holds no run")
         if is_run:
             if not (start.resume or start.overwrite or self.restarted()):
-                raise ConfigError(
+                raise UserError(
                     f"{path} already holds a run; pass --resume, --overwrite or another --run-name"
                 )
             self.take()
         elif path.exists() and any(p.name not in UNFINISHED for p in path.iterdir()):
-            raise ConfigError(f"{path} holds files that are not a run's; pass another --run-name")
+            raise UserError(f"{path} holds files that are not a run's; pass another --run-name")
         return is_run and (start.resume or self.restarted())
 
     def is_run(self) -> bool:
@@ -86,7 +87,7 @@ class RunFolder:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as e:
             if e.errno == errno.EWOULDBLOCK:  # others: a file system without locks
-                raise ConfigError(f"{self.path} is being trained by another process") from None
+                raise UserError(f"{self.path} is being trained by another process") from None
 
     def release(self) -> None:
         if self.lock is not None:
@@ -168,11 +169,11 @@ def writing(path: Path):
     try:
         yield
     except OSError as e:
-        raise ConfigError(f"{path} cannot be written: {e.strerror}") from None
+        raise UserError(f"{path} cannot be written: {e.strerror}") from None
 
 
 def check_same_run(config: Config, saved: dict[str, Any], tell) -> None:
-    """Tells harmless changes of a resumed run's configuration and raises ConfigError for the others, by name."""
+    """Tells harmless changes of a resumed run's configuration and raises UserError for the others, by name."""
     refused = []
     for section, fields in asdict(config).items():
         defaults = asdict(SECTIONS[section]())  # a field that the run's version did not have yet
@@ -185,7 +186,7 @@ def check_same_run(config: Config, saved: dict[str, Any], tell) -> None:
             else:
                 refused.append(f"{name} was {before} and is now {value}")
     if refused:
-        raise ConfigError(
+        raise UserError(
             f"--resume: {', '.join(refused)}, which would be another run; "
             "go on from its own config.toml, or start a new run with --init-from"
         )

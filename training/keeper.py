@@ -3,7 +3,7 @@
 import time
 from dataclasses import asdict
 
-from configs import ConfigError
+from base.cli import UserError
 from data import Dataset
 from training import checkpoint, model_file
 from training.checkpoint import Progress, TrainerState
@@ -23,7 +23,7 @@ class Keeper:
         self.last_step, self.last_time = -1, time.monotonic()
 
     def begin(self, resuming: bool) -> None:
-        """Loads what the run starts from, and makes its folder ready. Raises ConfigError or CheckpointError.
+        """Loads what the run starts from, and makes its folder ready. Raises UserError or UserError.
 
         A new run saves itself once before it trains, so that a disk that cannot take a checkpoint is told now.
         """
@@ -59,7 +59,7 @@ class Keeper:
         found = checkpoint.newest(self.folder.path, self.tell)
         state = checkpoint.load_trainer(found)
         if state.data != self.dataset.fingerprint:
-            raise ConfigError(f"--resume: {self.dataset.path} is not the data that this run has trained on")
+            raise UserError(f"--resume: {self.dataset.path} is not the data that this run has trained on")
         check_same_run(self.trainer.config, state.config, self.tell)
         weights.update(model_file.read_model(found.path)[0])
         model_file.check_weights(self.trainer.model, weights, found.path)
@@ -74,7 +74,7 @@ class Keeper:
         model_file.check_weights(self.trainer.model, found, path)
         theirs, ours = about["tokenizer"], self.dataset.meta.get("tokenizer")
         if theirs and ours and theirs != ours:
-            raise ConfigError(
+            raise UserError(
                 f"--init-from: {path} was trained on ids of another tokenizer than {self.dataset.path} holds"
             )
         for name, value in asdict(self.trainer.config.model).items():
@@ -110,7 +110,7 @@ class Keeper:
             checkpoint.save(self.folder.path, weights, about, state, val_loss, config.run.keep_checkpoints)
             self.folder.renew(config)
             self.intact = True
-        except (OSError, ConfigError) as e:
+        except (OSError, UserError) as e:
             self.intact, self.problem = False, getattr(e, "strerror", None) or str(e)
             self.tell(
                 f"the checkpoint of step {progress.step} could not be written to {self.folder.path} "
@@ -119,4 +119,4 @@ class Keeper:
 
     def require_intact(self) -> None:
         if not self.intact:
-            raise ConfigError(f"{self.folder.path} cannot take a checkpoint: {self.problem}")
+            raise UserError(f"{self.folder.path} cannot take a checkpoint: {self.problem}")

@@ -16,11 +16,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from base.cli import UserError
 from model import GPT, ModelConfig
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that is missing, damaged or of another model, in one sentence."""
 
 
 def save_model(path: Path, weights: dict, about: dict) -> None:
@@ -40,31 +37,31 @@ def model_weights(model: GPT) -> dict[str, Tensor]:
 def read_model(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """(weights by name, {"model": ..., "tokenizer": ...} from the header) of `path/model.safetensors`.
 
-    Raises CheckpointError.
+    Raises UserError.
     """
     with opened(path) as f:
         return {name: f.get_tensor(name) for name in f.keys()}, header(f, path)  # noqa: SIM118
 
 
 def read_about(path: Path) -> dict[str, Any]:
-    """What the header of `path/model.safetensors` says, without its weights. Raises CheckpointError."""
+    """What the header of `path/model.safetensors` says, without its weights. Raises UserError."""
     with opened(path) as f:
         return header(f, path)
 
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[Any]:
-    """`path/model.safetensors`, with what goes wrong in reading it as a CheckpointError."""
+    """`path/model.safetensors`, with what goes wrong in reading it as a UserError."""
     file = path / "model.safetensors"
     try:
         with safe_open(file, "pt") as f:
             yield f
-    except CheckpointError:
+    except UserError:
         raise
     except FileNotFoundError:
-        raise CheckpointError(f"{path} holds no checkpoint: there is no {file}") from None
+        raise UserError(f"{path} holds no checkpoint: there is no {file}") from None
     except (SafetensorError, OSError, ValueError, RecursionError) as e:
-        raise CheckpointError(f"{file} is damaged: {str(e).partition(chr(10))[0]}") from None
+        raise UserError(f"{file} is damaged: {str(e).partition(chr(10))[0]}") from None
 
 
 def header(f: Any, path: Path) -> dict[str, Any]:
@@ -72,9 +69,9 @@ def header(f: Any, path: Path) -> dict[str, Any]:
     about = text and json.loads(text)
     file = path / "model.safetensors"
     if about is None:
-        raise CheckpointError(f"{file} was not written by nanonorm; `python -m tools.convert` reads others")
+        raise UserError(f"{file} was not written by nanonorm; `python -m tools.convert` reads others")
     if not (isinstance(about, dict) and isinstance(about.get("model"), dict) and "tokenizer" in about):
-        raise CheckpointError(f"{file} does not say which model and tokenizer it holds")
+        raise UserError(f"{file} does not say which model and tokenizer it holds")
     return about
 
 
@@ -85,31 +82,29 @@ def sketch(described: dict[str, Any], weights: dict[str, Tensor], path: Path) ->
         config = ModelConfig(**described)
     except (TypeError, ValidationError) as e:
         reason = e.errors()[0]["msg"] if isinstance(e, ValidationError) else e
-        raise CheckpointError(f"{problem}: {reason}") from None
+        raise UserError(f"{problem}: {reason}") from None
     if not config.vocab_size or config.n_layer > len(weights):
-        raise CheckpointError(f"{problem} from its weights")
+        raise UserError(f"{problem} from its weights")
     try:
         with torch.device("meta"):
             return GPT(config)
     except (RuntimeError, OverflowError):
-        raise CheckpointError(f"{problem}: it is too large") from None
+        raise UserError(f"{problem}: it is too large") from None
 
 
 def check_weights(model: GPT, weights: dict[str, Tensor], where: Path | str) -> None:
-    """Raises CheckpointError that names the first weight that is missing, unknown or of another shape."""
+    """Raises UserError that names the first weight that is missing, unknown or of another shape."""
     own = model_weights(model)
     for name in sorted(own.keys() | weights.keys()):
         if name not in weights:
-            raise CheckpointError(f"{where} lacks the weight {name}, which this model has")
+            raise UserError(f"{where} lacks the weight {name}, which this model has")
         if name not in own:
-            raise CheckpointError(f"{where} has a weight {name}, which this model does not")
+            raise UserError(f"{where} has a weight {name}, which this model does not")
         if own[name].shape != weights[name].shape:
             have, want = tuple(weights[name].shape), tuple(own[name].shape)
-            raise CheckpointError(f"{where}: {name} has shape {have}, and this model wants {want}")
+            raise UserError(f"{where}: {name} has shape {have}, and this model wants {want}")
         if own[name].is_floating_point() != weights[name].is_floating_point():
-            raise CheckpointError(
-                f"{where}: {name} holds {weights[name].dtype}, and weights are floating-point"
-            )
+            raise UserError(f"{where}: {name} holds {weights[name].dtype}, and weights are floating-point")
 
 
 def about(model: GPT, tokenizer: dict) -> dict[str, Any]:

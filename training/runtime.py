@@ -15,12 +15,10 @@ import torch
 import torch.distributed as dist
 
 import kernels
-from configs import Config, ConfigError, replace
-from data import DataError
-from training.model_file import CheckpointError
+from base.cli import UserError
+from configs import Config, replace
 
 T = TypeVar("T")
-USER_ERRORS = (ConfigError, DataError, CheckpointError)
 WIDE = 96  # width from which a CPU's faster products outweigh the casts (docs/performance.md)
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 HEAP = 2**30  # bytes of the allocator's memory that are in huge pages
@@ -77,7 +75,7 @@ class Runtime:
         if self.is_main:
             try:
                 result = work()
-            except USER_ERRORS as e:
+            except UserError as e:
                 error = e
         answer = [(error is None, result)]
         dist.broadcast_object_list(answer, src=0, group=self.control)
@@ -100,7 +98,7 @@ class Runtime:
         result, error = None, None
         try:
             result = work()
-        except USER_ERRORS as e:
+        except UserError as e:
             error = e
         failed: list[bool] = [False] * self.world
         dist.all_gather_object(failed, error is not None, group=self.control)
@@ -127,24 +125,22 @@ def lost_peer(error: Exception) -> bool:
 
 
 def start(config: Config) -> tuple[Config, Runtime]:
-    """Joins the processes of torchrun, if any, and settles device, dtype and kernel. Raises ConfigError."""
+    """Joins the processes of torchrun, if any, and settles device, dtype and kernel. Raises UserError."""
     kind = choose_device(config.run.device)
     world, local_rank = number_of("WORLD_SIZE", 1, least=1), number_of("LOCAL_RANK", 0)
     if kind == "cuda":
         here, devices = number_of("LOCAL_WORLD_SIZE", local_rank + 1), torch.cuda.device_count()
         if here > devices:
-            raise ConfigError(
-                f"{here} processes share {devices} CUDA device(s); start at most {devices} here"
-            )
+            raise UserError(f"{here} processes share {devices} CUDA device(s); start at most {devices} here")
         torch.cuda.set_device(local_rank)
     device = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
     if config.model.norm == "batchnorm" and world > 1 and kind != "cuda":
-        raise ConfigError(
+        raise UserError(
             f"norm is batchnorm, whose statistics are pooled over processes on CUDA only, and {world} processes "
             f"run on {kind}; start one"
         )
     if config.optim.optimizer == "muon" and config.run.parallel == "fsdp" and world > 1:
-        raise ConfigError(
+        raise UserError(
             "optimizer muon needs whole matrices, which parallel fsdp shards; take --parallel ddp"
         )
     if kind == "cpu":
@@ -153,9 +149,9 @@ def start(config: Config) -> tuple[Config, Runtime]:
     config = replace(config, "model", dtype=choose_dtype(config.model.dtype, device, config.model.n_embd))
     problem = kernels.triton_problem(kind, config.model.n_embd)
     if problem and config.model.kernel == "triton":
-        raise ConfigError(f"--kernel triton: {problem[0].lower()}{problem[1:]}")
+        raise UserError(f"--kernel triton: {problem[0].lower()}{problem[1:]}")
     if config.run.compile and kind == "cpu" and not any(map(shutil.which, ("g++", "clang++", "c++", "cl"))):
-        raise ConfigError(
+        raise UserError(
             "--compile needs a C++ compiler on the CPU, and none was found; install g++ or leave it out"
         )
     if world > 1:
@@ -176,19 +172,19 @@ def number_of(variable: str, default: int, least: int = 0) -> int:
     """One of the variables by which torchrun, or a job script in its place, tells a process its place."""
     text = os.environ.get(variable, str(default))
     if not text.isdecimal() or int(text) < least:
-        raise ConfigError(f"the environment's {variable} is {text!r}, and not a number from {least} up")
+        raise UserError(f"the environment's {variable} is {text!r}, and not a number from {least} up")
     return int(text)
 
 
 def check_environment(world: int) -> None:
-    """Raises ConfigError where it does not say how to meet the other processes."""
+    """Raises UserError where it does not say how to meet the other processes."""
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if missing:
-        raise ConfigError(
+        raise UserError(
             f"the environment's WORLD_SIZE is {world}, but it lacks {', '.join(missing)}; torchrun sets them"
         )
     if number_of("RANK", 0) >= world:
-        raise ConfigError(f"the environment's RANK is {os.environ['RANK']}, with a WORLD_SIZE of {world}")
+        raise UserError(f"the environment's RANK is {os.environ['RANK']}, with a WORLD_SIZE of {world}")
 
 
 def keep_freed_memory() -> None:
@@ -247,7 +243,7 @@ def choose_device(asked: str) -> str:
         return next(kind for kind in ("cuda", "mps", "cpu") if have[kind])
     if not have[asked]:
         usable = ", ".join(kind for kind in have if have[kind])
-        raise ConfigError(
+        raise UserError(
             f"device is {asked}, but torch {torch.__version__} finds none here; usable: auto, {usable}"
         )
     return asked
@@ -283,7 +279,7 @@ def check_division(config: Config, world: int) -> None:
         small = [i for i in range(1, math.isqrt(own) + 1) if own % i == 0]
         divisors = {*small, *(own // i for i in small)}
         advice += f", or micro_batch_size {max(d for d in divisors if d < micro)}"
-    raise ConfigError(f"batch_size {batch} does not divide among {share}; {advice}")
+    raise UserError(f"batch_size {batch} does not divide among {share}; {advice}")
 
 
 def accumulation(config: Config, world: int) -> tuple[int, int]:

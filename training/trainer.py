@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from base.cli import UserError
 from configs import Config
 from data import EvalWindows, TrainBatches
 from data.dataset import Dataset
@@ -27,7 +28,7 @@ from training.distributed import (
     whole,
 )
 from training.dynamics import Observed, PartNorms, depth_names, part_names
-from training.model_file import CheckpointError, model_weights
+from training.model_file import model_weights
 from training.optimizer import learning_rate, make_optimizer
 from training.runtime import Runtime, accumulation
 
@@ -253,17 +254,15 @@ class Trainer:
         self.scale.good_steps.fill_(scaler[1])
 
     def check_state(self, moments: dict[str, dict[str, Tensor]], path: Path) -> None:
-        """Raises CheckpointError where the moments are not those of this model's parameters."""
+        """Raises UserError where the moments are not those of this model's parameters."""
         own, begun = self.parameters, any(moments.values())
         for name in sorted(own.keys() | moments.keys()):
             if name not in own or name not in moments:
-                raise CheckpointError(
-                    f"{path}/trainer.pt does not fit the model: {name} is in one of them only"
-                )
+                raise UserError(f"{path}/trainer.pt does not fit the model: {name} is in one of them only")
             if moments[name].keys() not in MOMENTS or (begun and not moments[name]):
-                raise CheckpointError(
+                raise UserError(
                     f"{path}/trainer.pt does not fit the optimizer: {sorted(moments[name])} of {name}"
                 )
             for key, value in moments[name].items():
                 if value.ndim and value.shape != own[name].shape:
-                    raise CheckpointError(f"{path}/trainer.pt does not fit the model: {key} of {name}")
+                    raise UserError(f"{path}/trainer.pt does not fit the model: {key} of {name}")

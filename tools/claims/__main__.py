@@ -14,8 +14,8 @@ from collections.abc import Sequence
 
 from pydantic.dataclasses import dataclass
 
-from configs import STRICT, ConfigError, command_line, user_error
-from data import DataError
+from base.cli import UserError
+from configs import STRICT, command_line, user_error
 from tools.claims import experiments, page
 from tools.claims.outcome import (
     EXPERIMENTS,
@@ -44,16 +44,16 @@ class Options:
 
 
 def selected(options: Options) -> list[int]:
-    """The claims that were asked for. Raises ConfigError for what cannot be done."""
+    """The claims that were asked for. Raises UserError for what cannot be done."""
     if options.jobs < 1:
-        raise ConfigError(f"--jobs is {options.jobs}; it must be at least 1")
+        raise UserError(f"--jobs is {options.jobs}; it must be at least 1")
     if options.write and not importlib.util.find_spec("matplotlib"):
-        raise ConfigError('--write draws with matplotlib, which is missing; pip install -e ".[report]"')
+        raise UserError('--write draws with matplotlib, which is missing; pip install -e ".[report]"')
     words = [word.strip() for word in options.only.split(",")] if options.only else []
     for word in words:
         if not (word.isdecimal() and int(word) in NUMBERS):
             span = f"{NUMBERS[0]} to {NUMBERS[-1]}"
-            raise ConfigError(f"--only names {word!r}, but the claims are {span}, as in 7,13")
+            raise UserError(f"--only names {word!r}, but the claims are {span}, as in 7,13")
     return sorted({int(word) for word in words}) or NUMBERS
 
 
@@ -81,7 +81,7 @@ def main(argv: Sequence[str]) -> None:
             page.write(outcomes)
         verdicts = [outcome.verdict for outcome in outcomes]
         say("\n" + ", ".join(f"{verdicts.count(v)} {v}" for v in dict.fromkeys(verdicts)))
-    except (ConfigError, DataError) as e:
+    except UserError as e:
         user_error(str(e))
     raise SystemExit("FAIL" in verdicts)
 

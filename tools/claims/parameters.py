@@ -7,7 +7,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from configs import ConfigError, OptimConfig
+from base.cli import UserError
+from configs import OptimConfig
 from model import GPT, BatchNorm, ModelConfig
 from tools.claims.claim import at_least, at_most, claim, control, equal, near
 from tools.claims.information import after_new_suffix
@@ -119,7 +120,7 @@ def difference(converted: Converted, model: GPT) -> float:
 def refuses(convert: Callable[[GPT], Converted], model: GPT) -> bool:
     try:
         convert(model)
-    except ConfigError:
+    except UserError:
         return True
     return False
 

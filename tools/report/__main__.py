@@ -13,7 +13,8 @@ from typing import Annotated
 import tyro
 from pydantic.dataclasses import dataclass
 
-from configs import STRICT, ConfigError, command_line, require, user_error
+from base.cli import UserError
+from configs import STRICT, command_line, require, user_error
 from tools.output import new_file, say
 from tools.report.page import page
 from tools.report.pictures import save_pictures
@@ -52,7 +53,7 @@ def main(argv: Sequence[str]) -> None:
         else:
             write_page(runs, Path(options.output))
             say(f"{options.output}: open it in a browser")
-    except ConfigError as e:
+    except UserError as e:
         user_error(str(e))
 
 
@@ -61,7 +62,7 @@ def write_page(runs: list[Run], path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as e:
-        raise ConfigError(f"{path} cannot be written: {e.strerror}") from None
+        raise UserError(f"{path} cannot be written: {e.strerror}") from None
     with new_file(path) as file:
         file.write_text(text, encoding="utf-8")
 

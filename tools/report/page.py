@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from configs import ConfigError
+from base.cli import UserError
 from tools.report.runs import QUANTITIES, Run, differences, finals, height
 
 HERE = Path(__file__).parent
@@ -15,7 +15,7 @@ STEPS = (40, 250)  # steps of a table, at least and at most
 
 
 def page(runs: list[Run]) -> str:
-    """The whole page. Raises ConfigError where plotly is not installed."""
+    """The whole page. Raises UserError where plotly is not installed."""
     html = (HERE / "page.html").read_text(encoding="utf-8")
     data = json.dumps(page_data(runs), allow_nan=False, separators=(",", ":")).replace("</", "<\\/")
     for name, content in (
@@ -33,7 +33,7 @@ def plotly_script() -> str:
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:
-        raise ConfigError("the page needs plotly; install it with `pip install -e '.[report]'`") from None
+        raise UserError("the page needs plotly; install it with `pip install -e '.[report]'`") from None
     return get_plotlyjs()
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from configs import ConfigError
+from base.cli import UserError
 from tools.output import new_file
 from tools.report.runs import QUANTITIES, Quantity, Run, height
 
@@ -24,14 +24,14 @@ def save_pictures(runs: list[Run], folder: Path) -> list[Path]:
     try:
         import matplotlib
     except ImportError:
-        raise ConfigError(
+        raise UserError(
             "the pictures need matplotlib; install it with `pip install -e '.[report]'`"
         ) from None
     matplotlib.use("Agg")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:
-        raise ConfigError(f"{folder} cannot be made: {e.strerror}") from None
+        raise UserError(f"{folder} cannot be made: {e.strerror}") from None
     with matplotlib.rc_context(STYLE):
         return list(draw_all(runs, folder))
 

@@ -10,7 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from configs import SECTIONS, Config, ConfigError
+from base.cli import UserError
+from configs import SECTIONS, Config
 from training.tracker import read_metrics
 
 
@@ -114,9 +115,9 @@ def thin(rows: list, limit: int | None) -> list:
 
 
 def load_runs(paths: Sequence[str | Path]) -> list[Run]:
-    """The runs in these folders, under labels that tell them apart. Raises ConfigError."""
+    """The runs in these folders, under labels that tell them apart. Raises UserError."""
     if not paths:
-        raise ConfigError("name the runs to report on, as in `python -m tools.report out/quickstart`")
+        raise UserError("name the runs to report on, as in `python -m tools.report out/quickstart`")
     folders = [Path(p) for p in paths]
     runs = [(folder, *load(folder)) for folder in folders]
     return [Run(label, *run) for label, run in zip(labels(folders), runs, strict=True)]
@@ -126,44 +127,44 @@ def load(folder: Path) -> tuple[dict, list[dict]]:
     if not folder.is_dir():
         known = [str(p.parent) for p in folder.parent.glob("*/metrics.jsonl")]
         close = difflib.get_close_matches(str(folder), known, n=1)
-        raise ConfigError(f"{folder} does not exist" + (f" (did you mean {close[0]}?)" if close else ""))
+        raise UserError(f"{folder} does not exist" + (f" (did you mean {close[0]}?)" if close else ""))
     try:
         config = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
         rows = read_metrics(folder / "metrics.jsonl")
     except FileNotFoundError as e:
-        raise ConfigError(f"{folder} is not a run: it has no {Path(e.filename).name}") from None
+        raise UserError(f"{folder} is not a run: it has no {Path(e.filename).name}") from None
     except (OSError, ValueError, RecursionError) as e:  # ValueError: of UTF-8, JSON and TOML
-        raise ConfigError(f"{folder} cannot be read: {e}") from None
+        raise UserError(f"{folder} cannot be read: {e}") from None
     if not rows:
-        raise ConfigError(f"{folder} has recorded nothing yet")
+        raise UserError(f"{folder} has recorded nothing yet")
     check_rows(rows, folder / "metrics.jsonl")
     return complete(config, folder / "config.toml"), rows
 
 
 def complete(config: dict[str, Any], file: Path) -> dict[str, dict[str, Any]]:
-    """A run's configuration with the defaults of fields that are newer than it. Raises ConfigError for another file."""
+    """A run's configuration with the defaults of fields that are newer than it. Raises UserError for another file."""
     tables = {name: config.get(name, {}) for name in SECTIONS}
     for name, table in tables.items():
         if not isinstance(table, dict):
-            raise ConfigError(f"{file} is not a run's: {name} is {table!r}, but it is a table")
+            raise UserError(f"{file} is not a run's: {name} is {table!r}, but it is a table")
     for table, name in (("model", "n_layer"), ("model", "block_size"), ("optim", "batch_size")):
         value = tables[table].get(name)
         if type(value) is not int or value < 1:
             what = f"is {value!r}" if name in tables[table] else "is missing"
-            raise ConfigError(f"{file} is not a run's: {name} under [{table}] {what}")
+            raise UserError(f"{file} is not a run's: {name} under [{table}] {what}")
     return {name: asdict(getattr(Config(), name)) | table for name, table in tables.items()}
 
 
 def check_rows(rows: list[Any], file: Path) -> None:
-    """Raises ConfigError, which names the line, where a row is not what the tracker writes."""
+    """Raises UserError, which names the line, where a row is not what the tracker writes."""
     for number, row in enumerate(rows, 1):
         if not isinstance(row, dict) or type(row.get("iter")) is not int:
-            raise ConfigError(
+            raise UserError(
                 f"{file}, line {number}: this is no object of numbers with iter, a step, among them"
             )
         for key, value in row.items():
             if not isinstance(value, int | float | None):
-                raise ConfigError(f"{file}, line {number}: {key} is {value!r}, but it is a number or null")
+                raise UserError(f"{file}, line {number}: {key} is {value!r}, but it is a number or null")
 
 
 def labels(folders: list[Path]) -> list[str]:

@@ -1,12 +1,11 @@
-"""The one exception of this package, and the hint that its messages share."""
+"""A user's mistake in one sentence, and the hint that such sentences share."""
 
 import difflib
 from collections.abc import Iterable
 
 
-class DataError(ValueError):
-    """A user's mistake or a broken file; the message says in one sentence what is wrong, where, and what to
-    do."""
+class UserError(ValueError):
+    """A user's mistake or a broken file: one sentence that says what is wrong, where, and what is allowed."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
