@@ -142,7 +142,10 @@ def test_booleans_can_be_varied(tmp_path):
         ("[grid]\nnorms = ['layernorm']", "names norms, which is nothing that a study can vary"),
         ("[grid]\nnorm = 'layernorm'", "must be a list of different values"),
         ("[grid]\nseed = [1, 1]", "must be a list of different values"),
-        ("[grid]\nnorm = ['layrnorm']", "invalid choice"),
+        (
+            "[grid]\nnorm = ['layrnorm']",
+            "it must be 'layernorm', 'rmsnorm' or 'batchnorm' (did you mean layernorm?)",
+        ),
         ("[grid]\nreplay = ['a', 'b']", "names replay, which is nothing that a study can vary"),
         ("[grid]\nresume = [true]", "names resume, which is nothing that a study can vary"),
         ("[grid]\noverwrite = [true]", "names overwrite, which is nothing that a study can vary"),
