@@ -24,6 +24,16 @@ def write(path: Path, cells: Cells, command: str) -> None:
     say(f"{table}\n\n{path}.json, .md and .png")
 
 
+def foreign(path: Path) -> Path | None:
+    """The first file in the way of `write` that is not its own: what the .md and the picture belong to is the .json."""
+    kinds = [Path(f"{path}.{kind}") for kind in ("json", "md", "png")]
+    try:
+        own = {"command", "cells"} == json.loads(kinds[0].read_text(encoding="utf-8")).keys()
+    except (OSError, ValueError, AttributeError):
+        own = False
+    return None if own else next((file for file in kinds if file.exists()), None)
+
+
 def settings(cells: Cells) -> dict[tuple, Cells]:
     """The cells of each setting, that is with everything equal but the seed."""
     groups: dict[tuple, Cells] = {}
