@@ -31,15 +31,13 @@ from typing import Any
 
 import numpy as np
 import torch
-import tyro
 from pydantic.dataclasses import dataclass
 
-from base.cli import UserError
+from base.cli import STRICT, Positional, UserError, options, require, run
 from base.timing import in_turn, relative
-from configs import STRICT, Config, command_line, load_config, replace, require, user_error
+from configs import Config, load_config, replace
 from data import TrainBatches, open_dataset
 from model import GPT
-from tools.output import say
 from tools.profile.steps import WARM_UP, Steps, apart, check_rounds, steps_of
 from training.clock import flops_per_token, peak_flops
 from training.dataset import open_data
@@ -55,7 +53,7 @@ Times = dict[str, list[float]]  # seconds per step of every side, a number per r
 class Options:
     """Tokens per second against nanoGPT's. Flags of train.py follow after `--`, as in `-- --batch-size 4`."""
 
-    recipe: tyro.conf.Positional[str]
+    recipe: Positional[str]
     """A recipe, as for train.py."""
     nanogpt: str
     """Folder of a nanoGPT checkout."""
@@ -169,12 +167,12 @@ def compete(sides: dict[str, tuple], rounds: int, count: int) -> tuple[Times, di
         return times, {name: pool.submit(peak_memory).result() for name, pool in pools.items()}, device
 
 
-def compare(options: Options, config: Config) -> dict[str, Any]:
-    load_nanogpt(options.nanogpt)
+def compare(about: Options, config: Config) -> dict[str, Any]:
+    load_nanogpt(about.nanogpt)
     check_division(config, 1)
-    with with_data(config, options.random_tokens) as config:
-        sides = {"ours": (steps_of, config), "nanogpt": (peer_steps, config, options.nanogpt)}
-        return summary(config, *compete(sides, options.rounds, options.steps))
+    with with_data(config, about.random_tokens) as config:
+        sides = {"ours": (steps_of, config), "nanogpt": (peer_steps, config, about.nanogpt)}
+        return summary(config, *compete(sides, about.rounds, about.steps))
 
 
 @contextlib.contextmanager
@@ -207,13 +205,10 @@ def summary(config: Config, times: Times, peaks: dict[str, int], device: str) ->
 
 
 def main(argv: Sequence[str]) -> None:
-    try:
-        own, flags = apart(argv)
-        options = command_line(Options, own, "python -m tools.against_nanogpt")
-        say(json.dumps(compare(options, load_config([options.recipe, *flags]))))
-    except UserError as e:
-        user_error(str(e))
+    own, flags = apart(argv)
+    about = options(Options, own, "python -m tools.against_nanogpt")
+    print(json.dumps(compare(about, load_config([about.recipe, *flags]))))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run(main)

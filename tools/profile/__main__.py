@@ -9,24 +9,22 @@ Flags after `--` are train.py's. The first form is short for `python -m tools.pr
 """
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import tyro
 from pydantic.dataclasses import dataclass
 
-from base.cli import UserError
-from configs import STRICT, command_line, load_config, require, user_error
-from tools.output import check_writable, new_file, say
+from base.cli import STRICT, Positional, options, require, run
+from base.files import atomic_file, check_writable
+from configs import Config, load_config
 from tools.profile import classes, logging_cost, steps
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Measurement:
-    recipe: tyro.conf.Positional[str]
+    recipe: Positional[str]
     """A recipe, as for train.py."""
     json: str = ""
     """File for the numbers."""
@@ -72,40 +70,35 @@ class Logging(Measurement):
         steps.check_rounds(self.rounds or 2)
 
 
-def measure(options: Step | Switches | Logging, config) -> tuple[dict[str, Any], str]:
+def measure(act: Step | Switches | Logging, config: Config) -> tuple[dict[str, Any], str]:
     """The numbers, and the text that tells them."""
-    if isinstance(options, Switches):
-        found = steps.switches(config, options.rounds)
+    if isinstance(act, Switches):
+        found = steps.switches(config, act.rounds)
         return found, "\n".join(steps.lines(found))
-    if isinstance(options, Logging):
-        cost = logging_cost.measure(config, options.rounds)
+    if isinstance(act, Logging):
+        cost = logging_cost.measure(config, act.rounds)
         return asdict(cost) | {"share": cost.share}, str(cost)
-    found = classes.measure(config, options.rounds, options.compiled)
-    if options.picture:
-        with new_file(Path(options.picture)) as file:
+    found = classes.measure(config, act.rounds, act.compiled)
+    if act.picture:
+        with atomic_file(Path(act.picture)) as file:
             classes.draw(found, file)
     return found, "\n".join(classes.table(found))
 
 
 def main(argv: Sequence[str]) -> None:
-    try:
-        own, flags = steps.apart(argv)
-        if own[:1] not in (["step"], ["switches"], ["logging"], ["--help"], ["-h"]):
-            own = ["step", *own]
-        about = (
-            "Where the time of training goes. Flags of train.py follow after `--`, as in `-- --batch-size 4`."
-        )
-        options = command_line(Step | Switches | Logging, own, "python -m tools.profile", about)
-        check_writable("--json", options.json)
-        check_writable("--picture", getattr(options, "picture", ""))
-        found, text = measure(options, load_config([options.recipe, *flags]))
-        if options.json:
-            with new_file(Path(options.json)) as file:
-                file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-        say(text)
-    except UserError as e:
-        user_error(str(e))
+    own, flags = steps.apart(argv)
+    if own[:1] not in (["step"], ["switches"], ["logging"], ["--help"], ["-h"]):
+        own = ["step", *own]
+    about = "Where the time of training goes. Flags of train.py follow after `--`, as in `-- --batch-size 4`."
+    act = options(Step | Switches | Logging, own, "python -m tools.profile", about)
+    check_writable("--json", act.json)
+    check_writable("--picture", getattr(act, "picture", ""))
+    found, text = measure(act, load_config([act.recipe, *flags]))
+    if act.json:
+        with atomic_file(Path(act.json)) as file:
+            file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    print(text)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run(main)

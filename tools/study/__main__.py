@@ -19,17 +19,13 @@ curves and a picture go to out/NAME/; `--docs` takes the last three elsewhere.
 
 import importlib.util
 import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import tyro
 from pydantic.dataclasses import dataclass
 
-from base.cli import UserError
-from configs import STRICT, command_line, require, user_error
+from base.cli import STRICT, Positional, UserError, options, require, run
 from data import ensure_prepared
-from tools.output import say
 from tools.study import results
 from tools.study.grid import Study
 
@@ -38,7 +34,7 @@ from tools.study.grid import Study
 class Options:
     """Train every combination of a recipe's [grid] and compare them."""
 
-    recipe: tyro.conf.Positional[str]
+    recipe: Positional[str]
     """A recipe with a table [grid]."""
     jobs: int = 0
     """Runs at once; 0 takes the number of cores."""
@@ -60,10 +56,10 @@ def repeat(study: Study, name: str) -> None:
         )
     study.take()
     before, after = study.finished(name), study.run(name)
-    say(f"{name}: validation loss {after['val_loss']!r}")
+    print(f"{name}: validation loss {after['val_loss']!r}")
     if before is not None:
         same = before["curve"] == after["curve"]
-        say("the same as before, to the last bit" if same else f"before, it was {before['val_loss']!r}")
+        print("the same as before, to the last bit" if same else f"before, it was {before['val_loss']!r}")
 
 
 def place_of_results(folder: str, name: str) -> Path:
@@ -85,22 +81,19 @@ def place_of_results(folder: str, name: str) -> Path:
 
 
 def main(argv: Sequence[str]) -> None:
-    try:
-        options = command_line(Options, argv, "python -m tools.study")
-        study = Study(Path(options.recipe), options.out)
-        ensure_prepared(study.config.data.dataset)
-        if options.cell:
-            return repeat(study, options.cell)
-        study.take()
-        place = place_of_results(options.docs or str(study.out), study.name)
-        found = list(study.run_all(options.jobs).values())
-        command = ["python", "-m", "tools.study", options.recipe]
-        command += ["--docs", options.docs] if options.docs else []
-        results.write(place, found, shlex.join(command))
-        say(f"{study.report(found)}: open it in a browser")
-    except UserError as e:
-        user_error(str(e))
+    asked = options(Options, argv, "python -m tools.study")
+    study = Study(Path(asked.recipe), asked.out)
+    ensure_prepared(study.config.data.dataset)
+    if asked.cell:
+        return repeat(study, asked.cell)
+    place = place_of_results(asked.docs or str(study.out), study.name)
+    study.take()
+    found = list(study.run_all(asked.jobs).values())
+    command = ["python", "-m", "tools.study", asked.recipe]
+    command += ["--docs", asked.docs] if asked.docs else []
+    results.write(place, found, shlex.join(command))
+    print(f"{study.report(found)}: open it in a browser")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run(main)

@@ -17,8 +17,8 @@ from typing import Any
 from tqdm import tqdm
 
 from base.cli import UserError
+from base.files import atomic_file
 from configs import GRID, OWNER, flags_of, load_config
-from tools.output import new_file
 from tools.report.page import page
 from tools.report.runs import load_runs
 from tools.study import results
@@ -88,7 +88,7 @@ class Study:
                 raise UserError(f"{self.out} holds files that no study has written; pass another --out")
         except OSError as e:
             raise UserError(f"the folder {self.out} for the runs cannot be made: {e.strerror}") from None
-        with new_file(self.out / MARK) as file:
+        with atomic_file(self.out / MARK) as file:
             shutil.copyfile(self.recipe, file)
 
     def run(self, name: str) -> dict[str, Any]:
@@ -111,7 +111,7 @@ class Study:
             "seconds": round(time.monotonic() - begin, 1),
         } | summary(rows)
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # hundreds of them would fill a disk
-        with new_file(folder / "result.json") as file:
+        with atomic_file(folder / "result.json") as file:
             file.write_text(json.dumps(result | {"recipe": self.depends_on(name)}), encoding="utf-8")
         return result
 
@@ -136,7 +136,7 @@ class Study:
         names = {json.dumps(cell): name for name, cell in self.cells.items()}
         folders = [str(self.out / names[json.dumps(group[0]["cell"])]) for group in best]
         path, text = self.out / "report.html", page(load_runs(folders[:MOST_RUNS]))
-        with new_file(path) as file:
+        with atomic_file(path) as file:
             file.write_text(text, encoding="utf-8")
         return path
 
