@@ -60,15 +60,21 @@ def nanogpt_logits(weights, tokens, n_layer, n_head):
     return norm(x, "transformer.ln_f") @ weights["lm_head.weight"].T
 
 
-@pytest.mark.parametrize("bias", [True, False])
-def test_nanogpts_checkpoint_comes_in_with_its_logits(bias, tmp_path):
+@pytest.mark.parametrize("wrapper", ["", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
+@pytest.mark.parametrize(("bias", "tied"), [(True, True), (False, False)])
+def test_nanogpts_checkpoint_comes_in_with_its_logits(bias, tied, wrapper, tmp_path, capsys):
+    """Whatever has wrapped it, and with the head that it has."""
     checkpoint = nanogpt_checkpoint(bias)
+    weights = {name.removeprefix("_orig_mod."): t for name, t in checkpoint["model"].items()}
+    if not tied:
+        weights["lm_head.weight"] = weights["lm_head.weight"] + 1
+    checkpoint["model"] = {f"{wrapper}{name}": t for name, t in weights.items()}
     torch.save(checkpoint, tmp_path / "ckpt.pt")
     convert.main(["from-nanogpt", str(tmp_path / "ckpt.pt"), "-o", str(tmp_path / "ours")])
     model = load_model(tmp_path / "ours")
-    assert (model.config.bias, model.config.mlp) == (bias, "gelu")
+    assert (model.config.bias, model.config.mlp, model.config.tie_embeddings) == (bias, "gelu", tied)
+    assert ("it has another one: tie_embeddings is False" in capsys.readouterr().out) != tied
     tokens = torch.randint(23, (3, 12), generator=torch.Generator().manual_seed(1))
-    weights = {name.removeprefix("_orig_mod."): t for name, t in checkpoint["model"].items()}
     with torch.no_grad():
         expected, found = nanogpt_logits(weights, tokens, 2, 2), model(tokens)[0]
     assert expected.std() > 0.5
@@ -183,6 +189,9 @@ def test_the_printed_flags_win_over_everything_that_a_recipe_says(switches, reci
     convert.main(["from-hf", str(tmp_path / "hf"), "-o", str(tmp_path / "back")])
     words = command_printed(capsys)
     assert words[0] == "configs/quickstart.toml"
+    assert words[words.index("--dataset") + 1] == "YOURS", (
+        "the recipe's are bytes, and this model's ids are not"
+    )
     found = load_config([f"configs/{recipe}.toml", *words[1:]])
     assert found.start.init_from == str(tmp_path / "back")
     of_a_run = {"dtype": "float32", "dropout": 0.0, "residual_dtype": "float32", "kernel": "auto"}
@@ -222,12 +231,53 @@ def test_what_is_there_is_kept_unless_overwrite_says_otherwise(folder, tmp_path,
     assert sorted(f.name for f in out.iterdir()) == ["model.safetensors"]
     assert not load_model(out).config.tie_embeddings
 
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis.tex").write_text("years of work")
-    for flags in ([], ["--overwrite"]):
-        assert "holds other files" in error_of(capsys, "fold", folder, "-o", tmp_path / "mine", *flags)
     assert "holds what is being converted" in error_of(capsys, "fold", folder, "-o", folder, "--overwrite")
     assert (folder / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("flags", [[], ["--overwrite"]])
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        (["thesis.tex"], "holds other files than a model's, such as thesis.tex"),
+        (["model.safetensors", "config.json", "README.md"], "such as README.md"),
+        (["model.safetensors", "config.json", ".git/HEAD"], "such as .git"),
+        (["model.safetensors", "config.json/notes"], "such as config.json"),
+        (["config.json"], "holds other files than a model's, such as config.json"),
+        (
+            ["model.safetensors", "manifest.json", "trainer.pt"],
+            "is a checkpoint, which no conversion replaces",
+        ),
+        (["config.toml", "checkpoints/latest/model.safetensors"], "is a run, which no conversion replaces"),
+        (["checkpoints/step_00000001/trainer.pt"], "is a run, which no conversion replaces"),
+    ],
+)
+@pytest.mark.parametrize("command", ["from-nanogpt", "to-hf", "fold"])
+def test_no_command_takes_a_folder_that_holds_more_than_it_writes(
+    command, files, says, flags, folder, tmp_path, capsys
+):
+    for name in files:
+        (tmp_path / "mine" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "mine" / name).write_text("years of work")
+    assert says in error_of(capsys, command, folder, "-o", tmp_path / "mine", *flags)
+    held = [f for f in (tmp_path / "mine").rglob("*") if f.is_file()]
+    assert sorted(str(f.relative_to(tmp_path / "mine")) for f in held) == sorted(files)
+    assert {f.read_text() for f in held} == {"years of work"}
+
+
+def test_a_file_that_comes_while_a_model_is_converted_is_kept(folder, tmp_path, capsys, monkeypatch):
+    out = tmp_path / "out"
+    convert.main(["fold", str(folder), "-o", str(out)])
+    save = convert.save
+
+    def slow(*args):
+        save(*args)
+        (out / "README.md").write_text("a model card")
+
+    monkeypatch.setattr(convert, "save", slow)
+    assert "such as README.md" in error_of(capsys, "ln-to-rms", folder, "-o", out, "--overwrite")
+    assert sorted(f.name for f in out.iterdir()) == ["README.md", "model.safetensors"]
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["ours", "out"]
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640)])

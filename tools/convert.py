@@ -41,16 +41,16 @@ from tools.interchange import (
     our_config,
     our_weights,
     resolved,
-    sketch,
     their_config,
     their_weights,
 )
 from tools.output import say
 from tools.vocabulary import FILES, SIZES, recognize, tokenizer_files
 from training.checkpoint import find, load_model, writing
-from training.model_file import check_weights, model_weights, read_about, save_model, save_tensors
+from training.model_file import model_weights, read_about, save_model, save_tensors
 
 OF_A_RUN = ("dropout", "dtype", "residual_dtype", "kernel")  # fields that do not say which model it is
+WRITTEN = ("model.safetensors", "config.json", *FILES)  # what a conversion writes, and may replace
 Source = tyro.conf.Positional[str]
 Output = Annotated[str, tyro.conf.arg(aliases=["-o"])]
 
@@ -62,7 +62,7 @@ class Target:
     out: Output
     """The folder to make."""
     overwrite: bool = False
-    """Replace a converted model that the folder holds."""
+    """Replace a converted model that the folder holds; a folder with any other file is left alone."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -127,7 +127,7 @@ def from_hf(options: FromHf) -> None:
         save(out, config, weights, tokenizer)
     say(f"{options.out}: a {family.name} model, {summary(config)}")
     say(f"tokenizer {tokenizer['name']}" if tokenizer else f"no tokenizer: {why_not}")
-    say(f"finetune, with this or another recipe: {finetuning(options.out, config)}")
+    say_how_to_finetune(options.out, config, tokenizer)
 
 
 def from_nanogpt(options: FromNanogpt) -> None:
@@ -137,7 +137,7 @@ def from_nanogpt(options: FromNanogpt) -> None:
     with written(options, Path(options.source)) as out:
         save(out, config, weights, tokenizer)
     say(f"{options.out}: a nanoGPT model, {summary(config)}")
-    say(f"finetune, with this or another recipe: {finetuning(options.out, config)}")
+    say_how_to_finetune(options.out, config, tokenizer)
 
 
 def to_hf(options: ToHf) -> None:
@@ -172,9 +172,10 @@ def load(options: Ours) -> tuple[GPT, dict | None, Path]:
 
 def into_ours(family: Family, theirs: dict[str, Any], weights: Weights) -> tuple[ModelConfig, Weights]:
     """Their model as ours, every shape checked, and every number of its configuration given."""
-    config = ModelConfig(**resolved(our_config(family, theirs)))
-    weights = our_weights(family, config, theirs, weights)
-    check_weights(sketch(config, weights), weights, "the converted model")
+    declared = ModelConfig(**resolved(our_config(family, theirs)))
+    config, weights = our_weights(family, declared, theirs, weights)
+    if config.tie_embeddings != declared.tie_embeddings:
+        say("the model says that its head is the embedding, but it has another one: tie_embeddings is False")
     return config, weights
 
 
@@ -274,8 +275,7 @@ def read_nanogpt(file: Path) -> tuple[dict[str, Any], Weights]:
         args, weights = ckpt["model_args"], ckpt["model"]
         theirs = {name: args[name] for name in ("n_layer", "n_head", "n_embd", "vocab_size")}
         theirs |= {"n_positions": args["block_size"], "bias": args.get("bias", True)}
-        weights = {name.removeprefix("_orig_mod."): t for name, t in weights.items()}
-        if not all(isinstance(t, torch.Tensor) for t in weights.values()):
+        if not all(isinstance(n, str) and isinstance(t, torch.Tensor) for n, t in weights.items()):
             raise TypeError
     except FileNotFoundError:
         raise UserError(f"{file} does not exist") from None
@@ -285,13 +285,21 @@ def read_nanogpt(file: Path) -> tuple[dict[str, Any], Weights]:
 
 
 def check_free(options: Target) -> None:
-    """Raises UserError, before any work, where `options.out` holds what may not be replaced."""
+    """Raises UserError where `options.out` holds anything but what a conversion writes, which alone is replaced."""
     out = Path(options.out)
-    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
-        return
-    if not (out / "model.safetensors").exists():
-        raise UserError(f"--out {out} holds other files than a model's; choose another folder")
-    if not options.overwrite:
+    if out.exists() and not out.is_dir():
+        raise UserError(f"--out {out} is a file; name a folder")
+    held = sorted(f.name for f in out.iterdir()) if out.exists() else []
+    kept = [name for name in held if name not in WRITTEN or not (out / name).is_file()]
+    if "checkpoints" in held or "trainer.pt" in held:
+        what = "a run" if "checkpoints" in held else "a checkpoint"
+        raise UserError(f"--out {out} is {what}, which no conversion replaces; choose another folder")
+    if kept or (held and "model.safetensors" not in held):
+        first = (kept or held)[0]
+        raise UserError(
+            f"--out {out} holds other files than a model's, such as {first}; choose another folder"
+        )
+    if held and not options.overwrite:
         raise UserError(f"--out {out} already holds a model; pass --overwrite to replace it")
 
 
@@ -304,6 +312,7 @@ def written(options: Target, source: Path) -> Iterator[Path]:
     try:
         with writing(out, replacing=True) as folder:
             yield folder
+            check_free(options)  # for what has come in the meantime
     except (SafetensorError, OSError) as e:  # how safetensors and everything else report a full disk
         raise UserError(f"{out} cannot be written: {getattr(e, 'strerror', None) or e}") from None
 
@@ -315,11 +324,19 @@ def summary(config: ModelConfig) -> str:
     )
 
 
-def finetuning(out: str, config: ModelConfig) -> str:
-    """The command that trains on, with every flag of the architecture: a recipe has values of its own for them."""
+def say_how_to_finetune(out: str, config: ModelConfig, tokenizer: dict | None) -> None:
+    """The command that trains on, with every flag of the architecture: a recipe has values of its own for them.
+
+    The recipe's data set are bytes. For another tokenizer the command names one that is still to be made.
+    """
     values = {name: v for name, v in resolved(config).items() if name not in OF_A_RUN}
-    recipe = ["configs/quickstart.toml", "--run-name", "auto"]
-    return shlex.join(["python", "train.py", *recipe, "--init-from", out, *flags_of(values)])
+    data = [] if tokenizer == {"name": "byte"} else ["--dataset", "YOURS"]
+    if data:
+        say(
+            f"YOURS, in what follows, is a data set of {tokenizer['name'] if tokenizer else 'the model'}'s token ids"
+        )
+    words = ["configs/quickstart.toml", "--run-name", "auto", *data, "--init-from", out, *flags_of(values)]
+    say(f"finetune, with this or another recipe: {shlex.join(['python', 'train.py', *words])}")
 
 
 COMMANDS = {FromHf: from_hf, FromNanogpt: from_nanogpt, ToHf: to_hf, Fold: rewrite, LnToRms: rewrite}
