@@ -26,6 +26,7 @@ from safetensors.torch import load_file
 
 from base.cli import STRICT, Positional, Short, UserError, options, require, run
 from base.files import atomic_folder
+from configs import flags_of
 from data import load_tokenizer
 from data.tokenizer import CharTokenizer
 from model import GPT, ModelConfig
@@ -330,13 +331,7 @@ def say_how_to_finetune(out: str, config: ModelConfig, tokenizer: dict | None) -
         print(
             f"YOURS, in what follows, is a data set of {tokenizer['name'] if tokenizer else 'the model'}'s token ids"
         )
-    values = {name: v for name, v in resolved(config).items() if name not in OF_A_RUN and v is not None}
-    for flag, value in ((name.replace("_", "-"), v) for name, v in values.items()):
-        match value:
-            case True | False:
-                words.append(f"--{flag}" if value else f"--no-{flag}")
-            case _:
-                words += [f"--{flag}", str(value)]
+    words += flags_of({k: v for k, v in resolved(config).items() if k not in OF_A_RUN and v is not None})
     print(f"finetune, with this or another recipe: {shlex.join(['python', 'train.py', *words])}")
 
 
