@@ -5,10 +5,13 @@ and darker: each has a contrast of three to one with white paper. Seven colours 
 so 21 lines differ, and neighbours differ in both. matplotlib is imported when a picture is drawn.
 """
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from base.cli import UserError
+from base.files import atomic_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -31,7 +34,7 @@ HEAT = (
 STYLE = {
     **{"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3},
     **{"font.size": 9, "axes.titlesize": 10, "legend.frameon": False, "legend.fontsize": 8},
-    **{"figure.titlesize": 10, "legend.handlelength": 2.6},
+    **{"figure.titlesize": 10, "legend.handlelength": 2.6, "svg.hashsalt": "nanonorm"},
 }
 
 
@@ -41,24 +44,21 @@ def line_style(i: int) -> dict[str, str]:
     return {"color": COLOURS[i % len(COLOURS)], "linestyle": dash}
 
 
-def picture(rows: int, columns: int, size: tuple[float, float], **share: bool) -> "tuple[Figure, list]":
-    """(a matplotlib figure of `size` inches, its rows of axes). Raises UserError where matplotlib is missing."""
+@contextlib.contextmanager
+def drawing() -> Iterator[None]:
+    """Pictures begun in this block have the style of all. Raises UserError where matplotlib is missing."""
     try:
         from matplotlib import rc_context
-        from matplotlib.figure import Figure
     except ImportError:
         raise UserError(
             "the pictures need matplotlib; install it with `pip install -e '.[report]'`"
         ) from None
     with rc_context(STYLE):
-        figure = Figure(figsize=size, layout="constrained")
-        return figure, figure.subplots(rows, columns, squeeze=False, **share)
+        yield
 
 
 def save(figure: "Figure", path: Path) -> None:
-    """As the file's suffix says: PNG, SVG or PDF, the same bytes for the same picture."""
-    from matplotlib import rc_context
-
+    """Writes a picture in the format of the file's suffix, the same bytes for the same picture. Raises UserError."""
     stamp = {".png": "Software", ".pdf": "CreationDate", ".svg": "Date"}[path.suffix]
-    with rc_context(STYLE | {"svg.hashsalt": "nanonorm"}):
-        figure.savefig(path, dpi=160, metadata={stamp: None})
+    with drawing(), atomic_file(path) as file:
+        figure.savefig(file, format=path.suffix[1:], dpi=160, metadata={stamp: None})

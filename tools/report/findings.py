@@ -1,19 +1,21 @@
 """What the runs show, in sentences: each is computed from the recorded numbers and stands only where it is true."""
 
+import functools
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from tools.report.runs import Run, Table, differences, recorded, repetitions
+from tools.report.runs import Run, Table, as_text, differences, recorded, repetitions
 from training.metrics import ODD_LOGIT, QUANTITIES, Quantity
 
 BUCKET = 50  # rows whose median a spike is compared with
 SPIKE = 10.0  # times that median
 LOSS_SPIKE = 1.0  # nats above it
 APART = 3.0  # the factor between the runs' extremes from which the difference is told
+LIKEWISE = 2  # runs of which a sentence is written out
 OVERFITTED = 0.02  # nats that the validation loss has risen from its best
 # Student's t, two-sided 95 %, by degrees of freedom; beyond the last the normal distribution's 1.96 is near enough.
 T95 = (math.inf, 12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
@@ -24,16 +26,24 @@ BY_ID = {quantity.id: quantity for quantity in QUANTITIES}
 def findings(runs: Sequence[Run]) -> list[str]:
     """The sentences, the most important first."""
     sentences = [*endings(runs), *ranking(runs)]
-    for run in runs:
-        name = run.label
-        for about in (overfitting, spikes, excursions, not_finite, rate_rises, clipping):
-            sentences += [f"{name}: {text}" for text in about(run)]
+    for about in (spikes, excursions, not_finite, rate_rises):
+        sentences += by_run(runs, about)
     told = []
     for limit in LIMITS:
-        found = [(run, text) for run in runs for text in beyond(run, limit)]
-        sentences += [f"{run.label}: {text}" for run, text in found]
+        found = list(by_run(runs, functools.partial(beyond, limit=limit)))
+        sentences += found
         told += [limit.quantity] * bool(found)
-    return sentences + list(contrasts(runs, told))
+    sentences += contrasts(runs, told)
+    return sentences + [text for about in (overfitting, clipping) for text in by_run(runs, about)]
+
+
+def by_run(runs: Sequence[Run], about: Callable[[Run], Iterator[str]]) -> Iterator[str]:
+    """What is true of each run; beyond LIKEWISE runs, the others are named alone."""
+    found = [(run.label, text) for run in runs for text in about(run)]
+    yield from (f"{label}: {text}" for label, text in found[:LIKEWISE])
+    others = [label for label, _ in found[LIKEWISE:]]
+    if others:
+        yield f"Likewise: {listing(others)}."
 
 
 def number(value: float) -> str:
@@ -79,10 +89,18 @@ def ranking(runs: Sequence[Run]) -> Iterator[str]:
     groups = {}
     for group in repetitions(runs):
         values = [losses[run.label][step] for run in group]
-        name = group[0].label if len(group) == 1 else f"{group[0].label} and its {len(group) - 1} other seeds"
         if all(map(math.isfinite, values)):
-            groups[name] = values
+            groups[name_of(group, runs)] = values
     yield from compare(groups, step)
+
+
+def name_of(group: Sequence[Run], runs: Sequence[Run]) -> str:
+    """A run's label; repetitions are named by the settings in which they differ from other runs."""
+    if len(group) == 1:
+        return group[0].label
+    fields = [field for field in differences(runs) if field != "seed"]
+    settings = ", ".join(f"{field} {as_text(group[0].settings.get(field))}" for field in fields)
+    return f"{settings or group[0].label} ({len(group)} seeds)"
 
 
 def single(run: Run, losses: dict[int, float]) -> Iterator[str]:
@@ -135,7 +153,9 @@ def overfitting(run: Run) -> Iterator[str]:
         return
     best = int(np.nanargmin(val))
     before, after = (train[at <= step][-10:] for step in (steps[best], steps[-1]))
-    if val[-1] - val[best] > OVERFITTED and len(before) and np.nanmean(after) < np.nanmean(before):
+    noise = np.nanmedian(np.abs(np.diff(val))) if len(val) > 1 else 0.0
+    risen = val[-1] - val[best] > max(OVERFITTED, 3 * noise)
+    if risen and len(before) and np.nanmean(after) < np.nanmean(before):
         yield (
             f"overfits: validation loss has risen from {val[best]:.4f} at step {steps[best]:,} to {val[-1]:.4f}, "
             f"while training loss fell."
@@ -244,14 +264,22 @@ class Limit:
 
 
 LIMITS = (
-    Limit("attn_logit_max", True, "largest attention logit {value} at {place}, step {step}; above {limit} {when}."),
+    Limit(
+        "attn_logit_max",
+        True,
+        "largest attention logit {value} at {place}, step {step}; above {limit} {when}.",
+    ),
     Limit(
         "attn_entropy",
         False,
         "attention entropy {value} at {place}, step {step}; below {limit}, two fifths of what attention to all tokens "
         "alike has, {when}.",
     ),
-    Limit("update_ratio", True, "update {value} times the parameters at {place}, step {step}; above {limit} {when}."),
+    Limit(
+        "update_ratio",
+        True,
+        "update {value} times the parameters at {place}, step {step}; above {limit} {when}.",
+    ),
     Limit(
         "branch_rms",
         False,

@@ -29,6 +29,8 @@ function make(tag, text = "", attributes = {}) {
   return element;
 }
 
+const signed = (v) => (v >= 0 ? `+${v.toFixed(4)}` : v.toFixed(4));
+
 // ---- how a run looks, and where its steps are on the page's x axis
 
 const natural = new Intl.Collator("en", { numeric: true }).compare;
@@ -71,7 +73,7 @@ function meanOfSeeds(members) {
     .filter((id) => members.every((run) => run[kind][id]))
     .map((id) => [id, merge(members.map((run) => run[kind][id]))]));
   return {
-    ...members[0], label: `${members[0].label} (${members.length} seeds)`, marks: { spike: [], diverged: [] },
+    ...members[0], label: `${members[0].label} (${members.length} seeds)`, name: `${members[0].name} (${members.length} seeds)`, marks: { spike: [], diverged: [] },
     curves: pairs("curves", meanOfCurves), tables: pairs("tables", meanOfTables),
   };
 }
@@ -109,11 +111,11 @@ function meanOfTables(tables) {
 function layout(changes) {
   const css = getComputedStyle(document.documentElement);
   const [ink, line] = ["--soft", "--line"].map((name) => css.getPropertyValue(name).trim());
-  const axis = { gridcolor: line, linecolor: line, zerolinecolor: line, tickcolor: line, automargin: true };
+  const axis = { gridcolor: line, linecolor: line, zerolinecolor: line, tickcolor: line };
   return {
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", showlegend: false, hovermode: "closest",
     font: { family: "system-ui, sans-serif", size: 12, color: ink }, uirevision: state.resets,
-    margin: { l: 44, r: 12, t: 8, b: 36 }, hoverlabel: { namelength: -1 },
+    margin: { l: 62, r: 12, t: 8, b: 38 }, hoverlabel: { namelength: -1 },
     ...changes,
     xaxis: { ...axis, ...changes.xaxis }, yaxis: { ...axis, hoverformat: ".5g", ...changes.yaxis },
   };
@@ -121,15 +123,25 @@ function layout(changes) {
 
 const charts = new Map(); // id: a function that gives [traces, changes of the layout, words for the caption]
 const waiting = new Set();
-const inView = new IntersectionObserver(
-  (entries) => entries.filter((e) => e.isIntersecting).forEach((e) => drawNow(e.target.id)), { rootMargin: "300px" },
-);
+const queue = []; // of those that are in view: one a frame, so that the page stays quick
+const inView = new IntersectionObserver((entries) => {
+  const idle = !queue.length;
+  queue.push(...entries.filter((e) => e.isIntersecting && waiting.has(e.target.id)).map((e) => e.target.id));
+  if (idle && queue.length) requestAnimationFrame(drawNext);
+}, { rootMargin: "100px" });
+
+function drawNext() {
+  const id = queue.shift();
+  if ($(id)) drawNow(id);
+  if (queue.length) requestAnimationFrame(drawNext);
+}
 
 function drawNow(id) {
   if (!waiting.delete(id) || $(id).closest("[hidden]")) return;
   const [traces, changes, words = ""] = charts.get(id)();
   $(id).parentElement.querySelector(".extreme").textContent = words;
   Plotly.react(id, traces, layout(changes), { displayModeBar: false, responsive: true });
+  for (const line of $(id).querySelectorAll(".scatterlayer .trace")) line.style.display = "";
   if ($(id).dataset.listens) return;
   $(id).dataset.listens = "yes";
   $(id).on("plotly_hover", (event) => { lift(event.points[0].data.meta); readOut(id, event.points[0]); });
@@ -169,6 +181,13 @@ function lift(label) {
   }
   for (const element of document.querySelectorAll("[data-run]")) {
     element.classList.toggle("faded", label !== null && element.dataset.run !== label);
+  }
+}
+
+// A press shows at once: what it hides goes before the charts are drawn anew with what is left.
+function veil() {
+  for (const line of document.querySelectorAll(".scatterlayer .trace")) {
+    if (state.hidden.has(line.__data__[0].trace.meta)) line.style.display = "none";
   }
 }
 
@@ -282,17 +301,17 @@ const hover = (title) => `%{fullData.name}<br>%{x} ${state.axis}<br>${title} %{y
 function spread(run, x, low, high, changes = {}) {
   const { color } = style(run);
   const common = {
-    x, meta: run.label, name: run.label, mode: "lines", spread: true, showlegend: false, hoverinfo: "skip",
+    x, meta: run.label, name: run.name, mode: "lines", spread: true, showlegend: false, hoverinfo: "skip",
     line: { color: faint(color, 0.5), width: 0.7 }, ...changes,
   };
-  return [{ ...common, y: low }, { ...common, y: high, fill: "tonexty", fillcolor: faint(color, 0.13), ...changes.high }];
+  return [{ ...common, y: low }, { ...common, y: high, fill: "tonexty", fillcolor: faint(color, 0.2 / Math.max(shown().length, 1)), ...changes.high }];
 }
 
 // The curve as recorded, extremes kept; where there is enough of it, smoothed as well, from the means of its buckets.
 function curveTraces(run, curve, title, look) {
   const { color, dash } = style(run);
   const x = xs(run, curve.steps);
-  const common = { meta: run.label, name: run.label, hovertemplate: hover(title) };
+  const common = { meta: run.label, name: run.name, hovertemplate: hover(title) };
   if (curve.low) {
     return [...spread(run, x, curve.low, curve.high),
       { ...common, x, y: curve.values, mode: "lines", line: { color, dash, width: 2 } }];
@@ -302,7 +321,7 @@ function curveTraces(run, curve, title, look) {
   const raw = { ...common, x, y: curve.values, mode, marker: { size: 5, color }, line: { color, dash, width: look.width } };
   if (!smooth) return [raw];
   const [steps, values] = curve.mean || [curve.steps, curve.values];
-  Object.assign(raw, { opacity: 0.35, showlegend: false, spread: true, line: { color, width: 0.8 } });
+  Object.assign(raw, { opacity: Math.max(0.5 / shown().length ** 0.5, 0.12), showlegend: false, spread: true, line: { color, width: 0.8 } });
   return [raw, { ...common, x: xs(run, steps), y: smoothed(steps, values), mode: "lines", line: { color, dash, width: 1.6 } }];
 }
 
@@ -326,7 +345,7 @@ function lossTraces(run, range) {
     const curve = { steps: gap(val.steps), values: gap(val.values), low: gap(val.low), high: gap(val.high) };
     if (apart) curve.steps[1] = 0;
     traces.push(...curveTraces(run, curve, "validation loss", { width: 2.4 })
-      .map((trace) => ({ ...trace, name: `${run.label}, validation`, showlegend: !train })));
+      .map((trace) => ({ ...trace, name: `${run.name}, validation`, showlegend: !train })));
   }
   return train ? [...traces, ...lossMarks(run, train, range)] : traces;
 }
@@ -335,8 +354,8 @@ function lossTraces(run, range) {
 function lossMarks(run, train, range) {
   const { color } = style(run);
   const mark = (steps, y, symbol, text) => ({
-    x: xs(run, steps), y, text, mode: "markers", meta: run.label, name: run.label, showlegend: false, spread: true,
-    marker: { color, size: 9, symbol }, hovertemplate: `${run.label}: %{text}<extra></extra>`, cliponaxis: false,
+    x: xs(run, steps), y, text, mode: "markers", meta: run.label, name: run.name, showlegend: false, spread: true,
+    marker: { color, size: 9, symbol }, hovertemplate: `${run.name}: %{text}<extra></extra>`, cliponaxis: false,
   });
   const points = train.steps.map((step, i) => [step, train.values[i]]).filter(([, y]) => y !== null);
   const high = points.filter(([step, y]) => range && y > range[1] && step > beginning(run));
@@ -386,9 +405,9 @@ function drawCurves() {
         return curveTraces(run, { ...curve, values: clean(curve.values), low: clean(curve.low) }, q.title, { width: 1.6, smooth: q.id !== "train_lr" });
       });
       const all = [...traces, ...references(q.id, traces)];
-      const ends = shown().filter((run) => run.curves[q.id]).slice(0, 6);
-      const words = ends.map((run) => `${run.label} ${number(last(run.curves[q.id].values))}`).join(", ");
-      return [all, { xaxis: timeAxis(`curve-${q.id}`), yaxis: yaxis(q, all) }, words && `last: ${words}`];
+      const ends = shown().filter((run) => run.curves[q.id]);
+      const words = ends.map((run) => `${run.name} ${number(last(run.curves[q.id].values))}`).join(", ");
+      return [all, { xaxis: timeAxis(`curve-${q.id}`), yaxis: yaxis(q, all) }, ends.length < 5 && words ? `last: ${words}` : ""];
     });
   }
 }
@@ -403,7 +422,7 @@ function rowAt(table, step) {
 }
 
 const having = (id) => shown().filter((run) => run.tables[id]);
-const atPlace = (run, place, step) => `${run.label}, ${place}, step ${number(step)}`;
+const atPlace = (run, place, step) => `${run.name}, ${place}, step ${number(step)}`;
 
 function drawProfiles() {
   for (const q of data.tables) {
@@ -423,12 +442,13 @@ function drawProfiles() {
 function profileTraces(q, run) {
   const table = run.tables[q.id], row = rowAt(table, state.step);
   const values = table.values[row];
-  const mode = q.per === "head" ? "markers" : run.layers > FEW / 2 ? "lines" : "lines+markers";
+  const few = run.layers * shown().length <= FEW;
+  const mode = q.per === "head" ? "markers" : few ? "lines+markers" : "lines";
   return [...kinds(q, table)].flatMap(([kind, indices], n) => {
     const x = indices.map((k) => table.heights[k]);
     const pick = (list) => indices.map((k) => positive(q, list[k]));
     const line = {
-      x, y: pick(values), text: indices.map((k) => table.places[k]), meta: run.label, name: run.label, showlegend: n === 0,
+      x, y: pick(values), text: indices.map((k) => table.places[k]), meta: run.label, name: run.name, showlegend: n === 0,
       hovertemplate: `%{fullData.name}<br>%{text}, step ${number(table.steps[row])}<br>${q.title} %{y}<extra></extra>`,
       mode, line: { ...style(run), width: 1.8 },
       marker: { color: style(run).color, size: 5, symbol: GAIN_MARKERS[kind] || "circle" },
@@ -509,7 +529,7 @@ function drawTimes() {
 
 function timeTraces(q, { run, table, rows }) {
   const x = xs(run, table.steps), mode = table.steps.length <= FEW ? "lines+markers" : "lines";
-  const line = { x, meta: run.label, name: run.label, mode, line: { ...style(run), width: 1.8 }, marker: { size: 5 } };
+  const line = { x, meta: run.label, name: run.name, mode, line: { ...style(run), width: 1.8 }, marker: { size: 5 } };
   const end = { max: "high", min: "low" }[state.place];
   const edge = (side) => ({
     text: rows.map((row) => row[side][1]), hoverinfo: "all", hovertemplate: `%{fullData.name}<br>%{x} ${state.axis}<br>${q.title} %{y} at %{text}<extra></extra>`,
@@ -546,7 +566,7 @@ function drawTable() {
   const best = extent(data.runs.filter((run) => run.state !== "diverged").map((run) => run.cells["val loss"]))[0];
   const rows = data.runs.map((run) => ({ run, cells: {
     run: run.label, state: run.stateText, "val loss": run.cells["val loss"],
-    "to the best": run.cells["val loss"] === null ? null : run.cells["val loss"] - best,
+    "to the best": run.cells["val loss"] === null ? null : signed(run.cells["val loss"] - best),
     ...run.settings, ...run.cells,
   } }));
   const names = Object.keys(rows[0].cells), sign = state.falling ? -1 : 1;
@@ -597,6 +617,7 @@ function drawRuns() {
   const press = (runs) => {
     const show = runs.every((run) => state.hidden.has(run.label));
     runs.forEach((run) => (show ? state.hidden.delete(run.label) : state.hidden.add(run.label)));
+    veil();
     draw();
   };
   const alone = (run) => {
@@ -618,9 +639,8 @@ function drawRuns() {
       Object.assign(button, { textContent: `${state.colour} ${name}`, className: "group", onclick: () => press(run) });
       return;
     }
-    const short = name.length > 24 && data.fields.length ? Object.values(run.settings).join(", ") : name;
     button.innerHTML = swatch(run);
-    button.append(short, make("small", run.state === "diverged" ? run.stateText : number(run.cells["val loss"])));
+    button.append(run.name, make("small", run.state === "diverged" ? run.stateText : number(run.cells["val loss"])));
     Object.assign(button, { title: name, onclick: () => press([run]), ondblclick: () => alone(run), hidden: !matches(run) });
     button.setAttribute("aria-pressed", String(!state.hidden.has(run.label)));
     lifts(button, name);
@@ -644,7 +664,8 @@ function options(id, choices, chosen) {
 }
 
 function makeEntities() {
-  const order = data.runs.map((run, index) => Object.assign(run, { index }));
+  const name = ({ label, settings }) => (label.length > 24 && data.fields.length ? Object.values(settings).join(", ") : label);
+  const order = data.runs.map((run, index) => Object.assign(run, { index, name: name(run) }));
   const groups = Map.groupBy ? [...Map.groupBy(order, (run) => run.group).values()]
     : [...new Set(order.map((run) => run.group))].map((g) => order.filter((run) => run.group === g));
   $("seeds-label").hidden = groups.length === order.length;
@@ -679,7 +700,10 @@ function makeSteps() {
 // From new data, with what was chosen kept.
 function start() {
   $("summary").textContent = data.runs.length > 1 ? `${data.runs.length} runs; press one to hide it, twice to see it alone` : "";
-  $("findings").replaceChildren(...data.findings.map((text) => make("li", text)));
+  const list = data.findings.map((text) => make("li", text));
+  $("findings").replaceChildren(...list.slice(0, 6));
+  $("more-findings").replaceChildren(...list.slice(6));
+  $("more-findings").parentElement.hidden = list.length <= 6;
   state.heat = (quantity(state.heat) || data.tables[0] || {}).id;
   makeEntities();
   makeControls();
@@ -740,4 +764,5 @@ if (data.runs.length > 8) {
 }
 listen();
 start();
+drawNow("loss");
 if (data.watch) watch(data.version);

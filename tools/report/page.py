@@ -11,14 +11,14 @@ import numpy as np
 from base.cli import UserError
 from tools import palette
 from tools.report.findings import findings
-from tools.report.runs import Run, as_text, differences, duration, recorded, repetitions
+from tools.report.runs import UNKNOWN, Run, as_text, chart_of, differences, duration, recorded, repetitions
 from tools.report.thin import bucket_means, thin_curve, thin_table
 from training.metrics import Quantity
 
 HERE = Path(__file__).parent
 POINTS = (300, 1500)  # of a curve, at least and at most,
-ALL_POINTS = 16_000  # and of one curve in all runs together
-CELLS = 500_000  # numbers in all tables of a page, which share them; about 4 MB
+ALL_POINTS = 8_000  # and of one curve in all runs together
+CELLS = 350_000  # numbers in all tables of a page, which share them; about 3 MB
 STEPS = (40, 60, 80, 120, 160, 200, 250)  # of a table, which has the same of a page's tables
 GAP = Quantity("gap", "run", "linear", "high", "Validation minus training loss", "nats",
                "training: mean of the five rows before the evaluation")  # fmt: skip
@@ -86,13 +86,17 @@ def page_data(runs: Sequence[Run]) -> dict[str, Any]:
     }
 
 
+def chart_id(quantity: Quantity) -> str:
+    return "gap" if quantity is GAP else chart_of(quantity)
+
+
 def place_on_page(quantity: Quantity) -> int:
     return MAIN.index(quantity.id) if quantity.id in MAIN else len(MAIN)
 
 
 def describe(q: Quantity) -> dict[str, Any]:
     return {
-        **{"id": q.id, "title": q.title, "about": q.about, "unit": q.unit, "log": q.scale == "log"},
+        **{"id": chart_id(q), "title": q.title, "about": q.about, "unit": q.unit, "log": q.scale == "log"},
         **{"alarm": q.alarm, "per": q.per},
     }
 
@@ -132,8 +136,10 @@ def run_data(
         },
         "marks": run.marks,
         "references": references(run),
-        "curves": {q.id: curve(run, q, points) for q in curves if q is GAP or q.id in run.places},
-        "tables": {q.id: table(run, q, limit) for q in tables if q.id in run.places},
+        "curves": {
+            chart_of(q): curve(run, q, points) for q in curves if q is GAP or chart_of(q) in run.places
+        },
+        "tables": {chart_of(q): table(run, q, limit) for q in tables if chart_of(q) in run.places},
         "cells": cells(run),
         "identity": identity(run),
     }
@@ -194,11 +200,11 @@ def cells(run: Run) -> dict[str, float | str | None]:
         "best val loss": float(val.min()) if len(val) else None,
         "train loss": run.last("train/loss"),
         "step": run.last_step,
-        "parameters": run.fact("parameters", int),
+        "parameters": run.fact("parameters", int) or UNKNOWN,
         "wall time": duration(seconds),
         "tokens/s": run.last("perf/tokens_per_s"),
-        "steps clipped": None if run.clipped is None else f"{run.clipped:.0%}",
-        "loss spikes": len(run.marks["spike"]),
+        "steps clipped": UNKNOWN if run.clipped is None else f"{run.clipped:.0%}",
+        "loss spikes": len(run.marks["spike"]) if run.facts else UNKNOWN,
     }
 
 
@@ -212,7 +218,7 @@ def identity(run: Run) -> dict[str, str]:
         "command": " ".join(map(str, command)) if isinstance(command, list) else None,
         **{name: run.facts.get(name) for name in ("train_tokens", "flops_per_token", "unigram_entropy")},
     }
-    found = {name: "unknown" if value is None else as_text(value) for name, value in known.items()}
+    found = {name: UNKNOWN if value is None else as_text(value) for name, value in known.items()}
     return {"folder": str(run.path)} | found | {name: as_text(value) for name, value in run.settings.items()}
 
 

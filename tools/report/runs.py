@@ -126,19 +126,19 @@ class Run:
 
     @cached_property
     def places(self) -> dict[str, list[tuple[Place, str]]]:
-        """By the id of each recorded quantity: (place, name in metrics.jsonl) of all its places, bottom to top."""
+        """By the chart of each recorded quantity: (place, name in metrics.jsonl) of all its places, bottom to top."""
         found: dict[str, list[tuple[Place, str]]] = {}
         for name in self.columns.names:
             if name not in BOOKKEEPING:
                 quantity, place = parse(name)
-                found.setdefault(quantity.id, []).append((place, name))
+                found.setdefault(chart_of(quantity), []).append((place, name))
         return {
             id: sorted(pairs, key=lambda pair: (pair[0].height, pair[0].text)) for id, pairs in found.items()
         }
 
     def table(self, quantity: Quantity) -> Table:
         """One quantity at every place and recorded step."""
-        pairs = self.places.get(quantity.id, [])
+        pairs = self.places.get(chart_of(quantity), [])
         found = self.columns.matrix(["iter", *(name for _, name in pairs)])
         return Table(found[:, 0].astype(int), [place for place, _ in pairs], found[:, 1:])
 
@@ -169,6 +169,11 @@ class Run:
         return float(np.mean(norms > limit)) if len(norms) and limit else None
 
 
+def chart_of(quantity: Quantity) -> str:
+    """A quantity's name among the charts; one that is the user's own cannot take that of another."""
+    return quantity.id if quantity in QUANTITIES else f"own:{quantity.name}"
+
+
 def duration(seconds: float | None) -> str:
     """`38 s`, `12 min`, `3.4 h`, `2.1 d`."""
     if seconds is None:
@@ -181,11 +186,9 @@ def duration(seconds: float | None) -> str:
 
 def recorded(runs: Iterable[Run]) -> list[Quantity]:
     """The quantities of QUANTITIES that any run has recorded, in that order, then those that are the user's own."""
-    ids = dict.fromkeys(id for run in runs for id in run.places)
-    known = [quantity for quantity in QUANTITIES if quantity.id in ids]
-    others = {name: parse(name)[0] for run in runs for name in run.columns.names if name not in BOOKKEEPING}
-    own = {q.id: q for q in others.values() if q not in QUANTITIES}
-    return known + list(own.values())
+    found = {parse(name)[0] for run in runs for name in run.columns.names if name not in BOOKKEEPING}
+    known = [quantity for quantity in QUANTITIES if quantity in found]
+    return known + sorted(found - set(known), key=lambda quantity: quantity.name)
 
 
 def find_folders(paths: Sequence[str | Path]) -> list[Path]:

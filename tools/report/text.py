@@ -2,19 +2,19 @@
 
 from tools.report.findings import findings
 from tools.report.runs import Run
-from training.metrics import TABLE_LINES, depth_table
+from training import metrics
 
 FINDINGS = 3  # at most, so that the table has room
 
 
 def summary(run: Run) -> str:
-    """At most TABLE_LINES lines."""
+    """At most metrics.TABLE_LINES lines."""
     found = [line.removeprefix(f"{run.label}: ") for line in findings([run])]
     more = len(found) - FINDINGS
     lines = [f"{run.label}: {run.state_in_words}", *(f"  {line}" for line in found[:FINDINGS])]
     if more > 0:
         lines[-1] += f" (and {more} more on the page)"
-    lines.append(depth_table(*first_and_last(run), lines=TABLE_LINES - len(lines)))
+    lines.append(metrics.depth_table(*first_and_last(run), metrics.TABLE_LINES - len(lines)))
     return "\n".join(lines)
 
 
@@ -22,7 +22,10 @@ def first_and_last(run: Run) -> tuple[dict[str, float | None], dict[str, float |
     """The first and the last that every name has seen; None: not finite."""
     first: dict[str, float | None] = {}
     last: dict[str, float | None] = {}
-    for name in run.columns.names:
+    for name in set(run.columns.names) - {"iter"}:
         values = [None if v != v else v for v in run.series(name)[1].tolist()]
         first[name], last[name] = values[0], values[-1]
     return first, last
+
+
+depth_table = summary  # for train.py, until it takes that of training.metrics

@@ -9,7 +9,6 @@ from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
 from base.cli import UserError
-from tools.output import say
 from tools.report.columns import Columns
 from tools.report.page import as_json, page, page_data
 from tools.report.runs import load_runs
@@ -96,7 +95,7 @@ def serve(paths: Sequence[str], port: int, show: bool) -> None:
     """Until Ctrl-C."""
     with server(paths, port) as running:
         url = f"http://{HOST}:{running.server_port}/"
-        say(f"{url}: open it in a browser; it follows the runs until Ctrl-C")
+        print(f"{url}: open it in a browser; it follows the runs until Ctrl-C", flush=True)
         if show:
             webbrowser.open(url)
         running.serve_forever()
