@@ -154,7 +154,11 @@ def flags_from(cls: type, defaults: Any = None) -> list[Flag]:
         given = [unannotated(kind) for kind in kinds if kind is not types.NoneType]
         required = field.is_required() and defaults is None
         default = getattr(defaults, name, None) if defaults else field.get_default(call_default_factory=True)
-        about = " ".join((field.description or "").split())
+        above = (getattr(parent, "__pydantic_fields__", {}).get(name, field) for parent in cls.__mro__)
+        about = next(
+            (f.description for f in above if f.description), ""
+        )  # pydantic reads a class's own docstrings
+        about = " ".join(about.split())
         flags.append(
             Flag(name, given[0], len(given) < len(kinds), default, required, about, tuple(field.metadata))
         )
