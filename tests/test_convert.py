@@ -222,12 +222,6 @@ def test_train_starts_from_a_converted_model(tmp_path, capsys):
 # ---- the folder that is written
 
 
-def test_help_explains_the_flags_that_commands_share(capsys):
-    with pytest.raises(SystemExit):
-        convert.main(["to-hf", "--help"])
-    assert "--out, -o OUT               The folder to make." in capsys.readouterr().out
-
-
 def test_what_is_there_is_kept_unless_overwrite_says_otherwise(folder, tmp_path):
     out = tmp_path / "out"
     convert.main(["to-hf", str(folder), "-o", str(out)])
