@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from data import EvalWindows
+from data.batches import EvalWindows
 from model import GPT, Norm
 from training.distributed import is_shard
 from training.dynamics import PartNorms, local, mean_square
