@@ -7,7 +7,7 @@ const $ = (id) => document.getElementById(id);
 const dark = matchMedia("(prefers-color-scheme: dark)");
 const state = {
   hidden: new Set(), step: null, place: "median", heat: null, axis: "steps", log: false, whole: false, smooth: 0.8,
-  colour: "run", dash: "run", seeds: false, find: "", zoom: null, resets: 0, sort: "val loss", falling: false,
+  colour: "run", dash: "run", seeds: false, find: "", zoom: null, resets: 1, sort: "val loss", falling: false,
 };
 const FEW = 30; // points up to which a line shows them, and from which it can be smoothed
 const SVG_DASHES = { solid: "", dash: "7 4", dot: "2 3" };
@@ -253,10 +253,10 @@ function yaxis(q, traces) {
   const unit = (log) => ({ title: { text: [q.unit, log && "log"].filter(Boolean).join(", ") } });
   if (q.log && low > 0 && Math.log10(high / low) >= 0.5) {
     const { tickvals, ticktext } = ticks(Math.log10(low), Math.log10(high));
-    return { type: "log", tickvals: tickvals.map((v) => 10 ** v), ticktext, ...unit(true) };
+    return { type: "log", autorange: true, tickvals: tickvals.map((v) => 10 ** v), ticktext, ...unit(true) };
   }
   const least = 0.05 * Math.max(Math.abs(low), Math.abs(high)), middle = (low + high) / 2;
-  if (!(high - low < least) || !least) return { type: "linear", ...unit(false) };
+  if (!(high - low < least) || !least) return { type: "linear", autorange: true, ...unit(false) };
   return { type: "linear", range: [middle - least / 2, middle + least / 2], ...unit(false) };
 }
 
@@ -332,7 +332,7 @@ function drawLoss() {
     const traces = shown().flatMap((run) => lossTraces(run, range));
     const end = range && (state.log ? range.map(Math.log10) : range);
     const y = { title: { text: "nats per token" }, type: state.log ? "log" : "linear", uirevision: `${state.resets} ${end}` };
-    return [[...traces, ...references("loss", traces)], { xaxis: timeAxis("loss"), yaxis: end ? { ...y, range: end } : y }];
+    return [[...traces, ...references("loss", traces)], { xaxis: timeAxis("loss"), yaxis: end ? { ...y, range: end } : { ...y, autorange: true } }];
   });
 }
 

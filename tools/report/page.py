@@ -137,7 +137,7 @@ def run_data(
         "marks": run.marks,
         "references": references(run),
         "curves": {
-            chart_of(q): curve(run, q, points) for q in curves if q is GAP or chart_of(q) in run.places
+            chart_id(q): curve(run, q, points) for q in curves if q is GAP or chart_of(q) in run.places
         },
         "tables": {chart_of(q): table(run, q, limit) for q in tables if chart_of(q) in run.places},
         "cells": cells(run),
@@ -161,7 +161,7 @@ def references(run: Run) -> dict[str, list[tuple[str, float]]]:
     if model["qk_norm"] == "head":
         width = model.get("head_dim") or model["n_embd"] // model["n_head"]
         found["attn_logit_max"] = [("√head_dim: QK-norm with gains of 1", math.sqrt(width))]
-    return {id: [(name, short(value)) for name, value in lines] for id, lines in found.items()}
+    return found
 
 
 def curve(run: Run, quantity: Quantity, points: int) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import json
 import re
 import time
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -297,9 +298,16 @@ def as_text(value: Any) -> str:
 
 
 def repetitions(runs: Sequence[Run]) -> list[list[Run]]:
-    """The runs in groups that differ in their seed alone, in the order of their first members."""
+    """The runs in groups that differ in their seed alone, in the order of their first members.
+
+    Two runs of the same settings and the same seed differ in something that no setting tells: they are not grouped.
+    """
     groups: dict[str, list[Run]] = {}
+    seen = Counter()
     for run in runs:
-        same = {name: value for name, value in run.settings.items() if name not in NAMES}
-        groups.setdefault(json.dumps(same, sort_keys=True, default=str), []).append(run)
+        same = json.dumps(
+            {k: v for k, v in run.settings.items() if k not in NAMES}, sort_keys=True, default=str
+        )
+        seen[same, run.settings.get("seed")] += 1
+        groups.setdefault(f"{same} {seen[same, run.settings.get('seed')]}", []).append(run)
     return list(groups.values())
