@@ -4,6 +4,7 @@ import json
 import math
 import os
 import shlex
+import stat
 from dataclasses import replace
 
 import pytest
@@ -201,7 +202,9 @@ def test_train_starts_from_a_converted_model(tmp_path, capsys):
     rest = "--max-iters 1 --lr 0 --min-lr 0 --warmup-iters 0 --batch-size 2 --eval-tokens 50 --wandb disabled"
     rest += f" --device cpu --out-dir {tmp_path} --dataset {tmp_path}/bard"
     train.main([*words, *rest.split()])
-    assert "head_dim was" not in capsys.readouterr().out, "the numbers agree, so nothing is to be told"
+    told = capsys.readouterr().out
+    assert "my model does not say what its token ids mean; the model knows 23" in told
+    assert "head_dim was" not in told, "the numbers agree, so nothing is to be told"
     before, after = load_model(tmp_path / "my model"), load_model(tmp_path / "quickstart")
     for name, tensor in model_weights(before).items():
         assert torch.equal(tensor, model_weights(after)[name]), name
@@ -225,6 +228,18 @@ def test_what_is_there_is_kept_unless_overwrite_says_otherwise(folder, tmp_path,
         assert "holds other files" in error_of(capsys, "fold", folder, "-o", tmp_path / "mine", *flags)
     assert "holds what is being converted" in error_of(capsys, "fold", folder, "-o", folder, "--overwrite")
     assert (folder / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640)])
+def test_what_is_written_is_as_readable_as_any_other_file(umask, mode, folder, tmp_path):
+    before = os.umask(umask)
+    try:
+        convert.main(["to-hf", str(folder), "-o", str(tmp_path / "hf")])
+        convert.main(["fold", str(folder), "-o", str(tmp_path / "folded")])
+    finally:
+        os.umask(before)
+    for file in (*(tmp_path / "hf").iterdir(), *(tmp_path / "folded").iterdir()):
+        assert stat.S_IMODE(file.stat().st_mode) == mode, file
 
 
 def test_a_link_to_the_folder_stays_one(folder, tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ import train
 from configs import load_config
 from training.checkpoint import check, load_trainer
 from training.divergence import EXIT_CODE, FailedState, Guard, advise, diagnose
-from training.dynamics import branch_names
+from training.metrics import branch_names
 from training.model_file import model_weights
 from training.trainer import Trainer
 

@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from model import GPT, Linear, ModelConfig
 from training.clock import Clock, duration, flops_per_token, peak_flops
-from training.dynamics import Observed, PartNorms, branch_names, depth_names, mean_square, part_names
+from training.dynamics import Observed, PartNorms, mean_square
+from training.metrics import branch_names, depth_names, part_names
 from training.runtime import Runtime
 
 DEPTHS = ["embed", "layer_00.attn", "layer_00.mlp", "layer_01.attn", "layer_01.mlp"]

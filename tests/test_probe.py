@@ -8,7 +8,8 @@ from dynamics_cases import CASES, Textbook, known_model, rms, tiny_trainer, toke
 
 from model import GPT, ModelConfig, Norm, PreJoin
 from training import probe
-from training.dynamics import PartNorms, branch_names, depth_names
+from training.dynamics import PartNorms
+from training.metrics import branch_names, depth_names
 from training.probe import JoinRecord, Probe, attention_statistics, mean_angle, stream_gradients
 from training.runtime import Runtime
 

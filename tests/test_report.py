@@ -18,7 +18,7 @@ from tools.report.page import page_data, short, steps_shown
 from tools.report.pictures import COLOURS, DASHES
 from tools.report.runs import QUANTITIES, differences, finals, height, labels, load_runs, thin
 from tools.report.text import depth_table
-from training.dynamics import branch_names, depth_names, part_names
+from training.metrics import branch_names, depth_names, part_names
 
 PLACEMENTS = ("pre", "post", "output", "sandwich")
 CHARTS = [q.id for q in QUANTITIES]

@@ -24,7 +24,7 @@ import torch
 import tyro
 from pydantic.dataclasses import dataclass
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from base.cli import UserError
 from configs import STRICT, command_line, flags_of, require, user_error
@@ -48,7 +48,7 @@ from tools.interchange import (
 from tools.output import say
 from tools.vocabulary import FILES, SIZES, recognize, tokenizer_files
 from training.checkpoint import find, load_model, writing
-from training.model_file import check_weights, model_weights, read_about, save_model
+from training.model_file import check_weights, model_weights, read_about, save_model, save_tensors
 
 OF_A_RUN = ("dropout", "dtype", "residual_dtype", "kernel")  # fields that do not say which model it is
 Source = tyro.conf.Positional[str]
@@ -151,7 +151,7 @@ def to_hf(options: ToHf) -> None:
         (out / "config.json").write_text(json.dumps(theirs, indent=2) + "\n", encoding="utf-8")
         for name, text in files.items():
             (out / name).write_text(text, encoding="utf-8")
-        save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+        save_tensors(out / "model.safetensors", weights, {"format": "pt"})
     say(f"{options.out}: a {family.name} model for transformers, {summary(model.config)}\n{note}")
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from configs import Config, replace, to_toml
 from data.dataset import Dataset
 from training import checkpoint, model_file
-from training.dynamics import depth_names
+from training.metrics import depth_names
 from training.runtime import Runtime
 from training.trainer import Trainer
 

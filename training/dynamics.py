@@ -10,21 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from model import GPT, Norm
+from training.metrics import branch_names, part_names
 from training.runtime import Runtime
-
-
-def branch_names(n_layer: int) -> list[str]:
-    return [f"layer_{i:02d}.{kind}" for i in range(n_layer) for kind in ("attn", "mlp")]
-
-
-def depth_names(n_layer: int) -> list[str]:
-    """The places where the stream is looked at, bottom to top."""
-    return ["embed", *branch_names(n_layer)]
-
-
-def part_names(n_layer: int) -> list[str]:
-    """The disjoint parts that every parameter belongs to one of."""
-    return ["embed", *branch_names(n_layer), "norms", "head"]
 
 
 def parts(model: GPT) -> Iterator[tuple[str, nn.Parameter, str]]:

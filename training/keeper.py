@@ -77,6 +77,13 @@ class Keeper:
             raise UserError(
                 f"--init-from: {path} was trained on ids of another tokenizer than {self.dataset.path} holds"
             )
+        if not (theirs and ours):
+            known, size = self.trainer.config.model.vocab_size, self.dataset.vocab_size
+            self.tell(
+                f"warning: {self.dataset.path if theirs else path} does not say what its token ids mean; the model "
+                f"knows {known:,} and the data have {size or 'an unknown number'}: unless they mean the same, what "
+                "the model has learned is lost on these data"
+            )
         for name, value in asdict(self.trainer.config.model).items():
             if about["model"].get(name, value) != value:
                 self.tell(f"{name} was {about['model'][name]} in {path} and is {value} here")

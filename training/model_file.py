@@ -22,9 +22,17 @@ from model import GPT, ModelConfig
 
 def save_model(path: Path, weights: dict, about: dict) -> None:
     """`path/model.safetensors`: contiguous weights, and `about` in the header."""
-    contiguous = {name: t.detach().contiguous() for name, t in weights.items()}
     # One entry: the library writes several in an order that changes, and equal models would differ in their bytes.
-    save_file(contiguous, path / "model.safetensors", metadata={"nanonorm": json.dumps(about)})
+    save_tensors(path / "model.safetensors", weights, {"nanonorm": json.dumps(about)})
+
+
+def save_tensors(file: Path, weights: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    """A safetensors file with the permissions that any new file gets; the library's own is its owner's alone."""
+    file.touch()
+    mode = file.stat().st_mode
+    save_file({name: t.detach().contiguous() for name, t in weights.items()}, file, metadata=metadata)
+    with contextlib.suppress(OSError):  # a file system without permissions
+        file.chmod(mode)
 
 
 def model_weights(model: GPT) -> dict[str, Tensor]:

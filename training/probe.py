@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from data import EvalWindows
 from model import GPT, Norm
-from training.dynamics import PartNorms, branch_names, depth_names, local, mean_square
+from training.dynamics import PartNorms, local, mean_square
+from training.metrics import branch_names, depth_names
 
 PROBE_WINDOWS = 4
 SCORES = 2**22  # attention scores that are taken together

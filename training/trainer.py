@@ -27,7 +27,8 @@ from training.distributed import (
     synchronized,
     whole,
 )
-from training.dynamics import Observed, PartNorms, depth_names, part_names
+from training.dynamics import Observed, PartNorms
+from training.metrics import depth_names, part_names
 from training.model_file import model_weights
 from training.optimizer import learning_rate, make_optimizer
 from training.runtime import Runtime, accumulation

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from tools.claims.claim import Check, at_least, at_most, figure
 from tools.claims.experiments import SHAPE, SHORT, Experiment, Row, mean, short_run, those
 from tools.claims.small import PLACEMENTS
-from training.dynamics import depth_names
+from training.metrics import depth_names
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
