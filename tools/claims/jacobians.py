@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.autograd.functional import jacobian
 
 from kernels import reference
-from model import GPT, ModelConfig, Norm, joins
+from model import GPT, Join, ModelConfig, Norm
 from tools.claims.claim import Check, at_most, claim, control, equal
 from tools.claims.small import (
     KINDS,
@@ -57,7 +57,7 @@ def zero_branches():
             f"pre, {name}: |J - I|", largest(jacobian_at(lambda v, m=pre: first_block(m, v), x) - eye), 1e-12
         )
         token = x.view(1, 1, -1)
-        is_norm = largest(first_block(post, token) - post.joins[0].next_norm(token))
+        is_norm = largest(first_block(post, token) - post.joins[0].post_norm(token))
         yield at_most(f"post, {name}: |y - N(x)|", is_norm, 1e-12)
         shift = largest(jacobian_at(lambda v, m=post: first_block(m, v), x) @ ONES)
         check = at_most(f"post, {name}: |J 1|", shift, 1e-12)
@@ -108,7 +108,7 @@ def eigenvectors():
 
 def inner_join(placement: str, kind: str) -> nn.Module:
     """A join between two branches, with random gains."""
-    join = joins(ModelConfig(**SHAPE, placement=placement, norm=kind))[0].double()
+    join = Join(ModelConfig(**SHAPE, placement=placement, norm=kind), 0).double()
     randomize(join, spread=0.3)
     return join
 
@@ -117,13 +117,14 @@ def handed_back(
     placement: str, join: nn.Module, x: Tensor, s: Tensor, dr: Tensor, dy: Tensor
 ) -> dict[str, Tensor]:
     """The hand-written backward of a join: gradients by name. dr comes from the stream, dy from the next branch."""
-    out, after = getattr(join, "out_norm", None), getattr(join, "next_norm", None)
+    out, after = join.out_norm, join.post_norm or join.next_norm
     norm: Norm = after or out
-    how = {"kind": norm.how["kind"], "eps": norm.how["eps"]}
+    how = {"kind": norm.kind, "eps": norm.eps}
     names = ["x", "s", "next_norm.weight", "next_norm.bias"]
     if placement == "pre":
         found = reference.add_norm_backward(dr, dy, x, s, after.weight, **how)
     elif placement == "post":  # stream and branch read the same y, and nobody the sum
+        names = ["x", "s", "post_norm.weight", "post_norm.bias"]
         found = reference.add_norm_backward(None, dr + dy, x, s, after.weight, **how)
     elif placement == "output":  # stream and branch read the same r
         names = ["x", "s", "out_norm.weight", "out_norm.bias"]
