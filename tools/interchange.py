@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from base.cli import UserError
-from configs import explain
+from configs import clauses
 from model import GPT, ModelConfig
 
 Weights = dict[str, Tensor]
@@ -255,7 +255,7 @@ def our_config(family: Family, theirs: dict[str, Any]) -> ModelConfig:
     try:
         return ModelConfig(**COMMON_LAYOUT | family.layout | values, mlp=known[kind], bias=bias)
     except ValidationError as e:
-        raise UserError("config.json: " + "; ".join(explain(err, "model") for err in e.errors())) from None
+        raise UserError(f"config.json: {clauses(e, 'model')}") from None
 
 
 def modern_rope(theirs: dict[str, Any]) -> dict[str, Any]:
