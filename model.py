@@ -21,10 +21,10 @@ import torch.nn.functional as F
 from pydantic import AfterValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 import kernels
-from base.cli import OneOf, did_you_mean
+from base.cli import OneOf, did_you_mean, require
+from kernels.loss import cross_entropy, linear_cross_entropy, softcapped
 
 NORMS: dict[str, type["Norm"]] = {}  # what --norm offers; the classes stand below
 
@@ -38,9 +38,12 @@ PLACEMENTS = {  # which norms of the equation a branch has
     "out_post": frozenset({"out", "post"}),
     "all": frozenset({"in", "out", "post"}),
 }
+TANH_GELU = partial(F.gelu, approximate="tanh")
+ACTIVATIONS = {"gelu": F.gelu, "gelu_tanh": TANH_GELU, "swiglu": F.silu, "geglu": TANH_GELU}
+GATED = ("swiglu", "geglu")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 Count = Annotated[int, Field(ge=1, lt=2**31)]
-LOSS_LOGITS = 2**26  # float32 logits that `GPT.loss` holds at once: 256 MiB
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True))
@@ -62,32 +65,48 @@ class ModelConfig:
     vocab_size: Annotated[int, Field(ge=0, lt=2**31)] = 50257
     """Token ids the embedding knows; 0 takes the data set's number."""
     norm: Annotated[str, AfterValidator(OneOf(NORMS))] = "layernorm"
-    """(x - mean) / std or x / rms of a token; batchnorm for contrast: of a feature over batch and time, which leaks."""
+    """(x - mean) / std or x / rms of a token. For contrast: batchnorm (of a feature over batch and time, which leaks),
+    dyt (tanh(alpha x)), derf (erf(alpha x + shift)), none."""
     placement: str = "pre"
     """Where it sits: none, pre, post, output, sandwich, keel (in and post), out_post or all, for all branches; or a
     pattern, as "post*6 pre*18" (branches from the bottom) or "attn:post mlp:none"."""
     qk_norm: Literal["off", "head", "full"] = "off"
     """Norm of queries and keys before RoPE: none, per head with one shared gain, or over all heads at once."""
+    v_norm: bool = False
+    """Norm of each head's values, without a gain."""
+    gain: Literal["one", "zero_centred", "none"] = "one"
+    """What multiplies a normalized row: w from 1; 1 + w with w from 0 (which subtracts no mean); nothing."""
+    out_gain_init: Positive | Literal["depth"] = 1.0
+    """Where the gain of N_out starts; depth: 1/sqrt(2L), for a depth-scaled sandwich."""
+    alpha_init: Positive = 0.5
+    """Where alpha of dyt and derf starts."""
+    force_placement: bool = False
+    """Allow dyt and derf elsewhere than in pre, for which they are made."""
     norm_eps: Annotated[float, Field(ge=torch.finfo(torch.float32).tiny, allow_inf_nan=False)] = 1e-5
     """Added to the variance (layernorm) or the mean square (rmsnorm)."""
     bias: bool = True
     """Biases in linears and LayerNorms."""
     embed_norm: bool = False
     """A norm directly after the embedding."""
-    residual_scale: Literal["one", "deepnorm"] = "one"
-    """post only: deepnorm keeps (2L)^(1/4) of x and initializes the branches (8L)^(-1/4) times smaller."""
+    embed_scale: Positive | Literal["sqrt_dim"] = 1.0
+    """Factor of the token embedding; sqrt_dim: sqrt(n_embd), as Gemma."""
+    residual_scale: Positive | Literal["one", "deepnorm", "lns", "keel", "depth"] = "one"
+    """Factors a, b, c by depth. A number is b. deepnorm: a = (2L)^(1/4), branches start (8L)^(-1/4) times smaller.
+    lns: c = 1/sqrt(layer). keel: a = 2L. depth: a = sqrt((k-1)/k), b = 1/sqrt(k) at the k-th term of the stream."""
     pos: Literal["learned", "rope"] = "learned"
     """Positions: an embedding added at the bottom, or rotary in every attention."""
-    rope_theta: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 10000.0
+    rope_theta: Positive = 10000.0
     """Base of the rotary wavelengths."""
-    mlp: Literal["gelu", "gelu_tanh", "swiglu"] = "gelu_tanh"
-    """Exact GELU (nanoGPT), its tanh form (GPT-2), or SwiGLU (Llama)."""
+    mlp: Literal["gelu", "gelu_tanh", "swiglu", "geglu"] = "gelu_tanh"
+    """Exact GELU (nanoGPT), its tanh form (GPT-2), SwiGLU (Llama), or a gated tanh GELU (Gemma)."""
     mlp_hidden: Count | None = None
-    """Hidden width of the MLP; 4 n_embd, for swiglu 8/3 n_embd rounded up to a multiple of 8."""
+    """Hidden width of the MLP; 4 n_embd, for swiglu and geglu 8/3 n_embd rounded up to a multiple of 8."""
     tie_embeddings: bool = True
     """The output head is the token embedding."""
     head_bias: bool = False
     """A bias in the output head, as a folded final LayerNorm needs one."""
+    logit_softcap: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """c of c tanh(logits / c); 0 leaves the logits as they are."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Probability, on the embedding, the attention weights and every branch's output."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -98,26 +117,26 @@ class ModelConfig:
     """Norms and joins: PyTorch, fused Triton kernels, or auto (triton on CUDA)."""
 
     def __post_init__(self):
-        placements = set(self.placements)
-        if self.head_dim is None and self.n_embd % self.n_head:
-            raise ValueError(
-                f"n_embd {self.n_embd} does not divide into n_head {self.n_head} heads; "
-                f"{self.n_embd // self.n_head * self.n_head or self.n_head} would, or give head_dim"
-            )
-        if self.n_head % self.kv_heads:
-            raise ValueError(f"n_head {self.n_head} is not a multiple of n_kv_head {self.n_kv_head}")
-        if self.pos == "rope" and self.head_width % 2:
-            raise ValueError(
-                f"head_dim is {self.head_width}; pos rope rotates pairs and needs an even head_dim"
-            )
-        if self.qk_norm != "off" and not NORMS[self.norm].per_token:
-            raise ValueError(f"qk_norm {self.qk_norm} is for norms of a token, which {self.norm} is not")
-        if self.kernel == "triton" and NORMS[self.norm].kind is None:
-            raise ValueError(
-                f"kernel is triton, but norm {self.norm} is never fused; it runs with torch or auto"
-            )
-        if self.residual_scale == "deepnorm" and placements != {"post"}:
-            raise ValueError(f"residual_scale deepnorm belongs to placement post, not {self.placement}")
+        norm, names, scale = NORMS[self.norm], set(self.placements), self.residual_scale
+        fits = self.n_embd // self.n_head * self.n_head or self.n_head
+        divides = self.head_dim or fits == self.n_embd
+        heads = f"n_embd {self.n_embd} does not divide into n_head {self.n_head} heads"
+        require(divides, f"{heads}; {fits} would, or give head_dim")
+        groups = self.n_head % self.kv_heads == 0
+        require(groups, f"n_head {self.n_head} is not a multiple of n_kv_head {self.n_kv_head}")
+        even = self.pos != "rope" or self.head_width % 2 == 0
+        require(even, f"head_dim is {self.head_width}; pos rope rotates pairs and needs an even head_dim")
+        of_heads = norm.per_token or (self.qk_norm == "off" and not self.v_norm)
+        require(of_heads, f"qk_norm and v_norm are for norms of a token, which {self.norm} is not")
+        fused = norm.kind is not None or self.kernel != "triton"
+        require(fused, f"kernel is triton, but norm {self.norm} is never fused; it runs with torch or auto")
+        in_place = names == {"pre"} or not norm.pre_only or self.force_placement
+        require(in_place, f"norm {self.norm} is for placement pre; force_placement allows {self.placement}")
+        suited = SCALES[scale][1] if scale in SCALES else PLACEMENTS
+        scaled = f"residual_scale {scale} belongs to placement {', '.join(suited)}"
+        require(names <= set(suited), f"{scaled}, not {self.placement}")
+        starts = self.out_gain_init == 1 or (self.gain != "none" and not names.isdisjoint(having("out")))
+        require(starts, "out_gain_init is for an N_out with a gain, as placement sandwich has")
 
     @property
     def placements(self) -> tuple[str, ...]:
@@ -136,7 +155,7 @@ class ModelConfig:
     def hidden(self) -> int:
         if self.mlp_hidden:
             return self.mlp_hidden
-        return -(-8 * self.n_embd // 24) * 8 if self.mlp == "swiglu" else 4 * self.n_embd
+        return -(-8 * self.n_embd // 24) * 8 if self.mlp in GATED else 4 * self.n_embd
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -148,24 +167,36 @@ class ModelConfig:
 
     def factors(self, branch: int) -> tuple[float, float, float]:
         """a, b and c of the equation for a branch, counted from 0 at the bottom."""
-        return RESIDUAL_SCALES[self.residual_scale](branch, self.n_layer)
+        scale = self.residual_scale
+        return SCALES[scale][0](branch, self.n_layer) if scale in SCALES else (1.0, scale, 1.0)
 
     def branch_init(self, branch: int) -> tuple[float, float]:
         """What the initialization of a branch's inner (v, up, gate) and last (out, down) linears is multiplied by.
 
-        A stream that sums 2L bare branches ends each 1/sqrt(2L) smaller (GPT-2). N_out fixes the branch's scale,
-        and N_post that of the sum. DeepNorm's beta: Wang et al. 2022, "DeepNet: Scaling Transformers to 1,000
-        Layers", decoder-only row of its figure 2.
+        A stream that sums 2L bare branches ends each 1/sqrt(2L) smaller (GPT-2), unless factors by depth do that
+        (Sun et al. 2025, table 4). N_out fixes the branch's scale, and N_post that of the sum. DeepNorm's beta: Wang
+        et al. 2022, decoder-only row of figure 2.
         """
         if self.residual_scale == "deepnorm":
             return (8 * self.n_layer) ** -0.25, (8 * self.n_layer) ** -0.25
-        bare = not PLACEMENTS[self.placements[branch]] & {"out", "post"}
+        bare = not PLACEMENTS[self.placements[branch]] & {"out", "post"} and self.residual_scale == "one"
         return 1.0, (2 * self.n_layer) ** -0.5 if bare else 1.0
 
 
-RESIDUAL_SCALES = {  # (branch from 0, L) -> a, b, c
-    "one": lambda branch, n_layer: (1.0, 1.0, 1.0),
-    "deepnorm": lambda branch, n_layer: ((2 * n_layer) ** 0.25, 1.0, 1.0),
+def having(norm: str, present: bool = True) -> list[str]:
+    return [name for name, norms in PLACEMENTS.items() if (norm in norms) == present]
+
+
+SCALES = {  # of --residual-scale: (branch k from 0, L) -> a, b, c; and the placements that the method is for
+    "one": (lambda k, L: (1.0, 1.0, 1.0), PLACEMENTS),
+    # Wang et al. 2022, "DeepNet: Scaling Transformers to 1,000 Layers"
+    "deepnorm": (lambda k, L: ((2 * L) ** 0.25, 1.0, 1.0), ["post"]),
+    # Sun et al. 2025, "The Curse of Depth in Large Language Models"
+    "lns": (lambda k, L: (1.0, 1.0, (k // 2 + 1) ** -0.5), having("in")),
+    # Chen and Wei 2026, "Post-LayerNorm Is Back: Stable, ExpressivE, and Deep"
+    "keel": (lambda k, L: (2.0 * L, 1.0, 1.0), ["keel"]),
+    # Beam in transformers: equal parts of the k + 2 terms of the stream, of which the embedding is the first
+    "depth": (lambda k, L: (((k + 1) / (k + 2)) ** 0.5, (k + 2) ** -0.5, 1.0), having("post", False)),
 }
 
 
@@ -174,24 +205,23 @@ def spread(pattern: str, n_layer: int) -> tuple[str, ...]:
 
     One name is for all branches, "post*6 pre*18" counts them, "attn:post mlp:none" tells attention and MLPs apart.
     """
-    words, branches = pattern.split(), 2 * n_layer
-    kinds = re.fullmatch(r"attn:(\S*) mlp:(\S*)", " ".join(words))
-    if kinds:
-        runs = [(name, 1) for name in kinds.groups()] * n_layer
-    elif len(words) == 1 and "*" not in pattern:
-        runs = [(words[0], branches)]
-    else:
-        parts = [re.fullmatch(r"(.+?)(?:\*(\d{1,9}))?", word).groups("1") for word in words]
-        runs = [(name, int(count)) for name, count in parts]
-    unknown = next((name for name, _ in runs if name not in PLACEMENTS), None)
-    if unknown:
-        hint = did_you_mean(unknown, PLACEMENTS) or f" ({', '.join(PLACEMENTS)})"
-        raise ValueError(f"placement {pattern!r}: {unknown!r} is not a placement{hint}")
+    kinds = re.fullmatch(r"\s*attn:(\S*)\s+mlp:(\S*)\s*", pattern)
+    one = re.fullmatch(r"\s*[^\s*:]+\s*", pattern)
+    words = (
+        kinds.groups() * n_layer
+        if kinds
+        else [f"{pattern.strip()}*{2 * n_layer}"]
+        if one
+        else pattern.split()
+    )
+    parts = (re.fullmatch(r"(.+?)(?:\*(\d{1,9}))?", word).groups("1") for word in words)
+    runs = [(name, int(count)) for name, count in parts]
+    for name, _ in runs:
+        hint = did_you_mean(name, PLACEMENTS) or f" ({', '.join(PLACEMENTS)})"
+        require(name in PLACEMENTS, f"placement {pattern!r}: {name!r} is not a placement{hint}")
     named = sum(count for _, count in runs)
-    if named != branches:
-        raise ValueError(
-            f"placement {pattern!r} names {named} branches, and n_layer {n_layer} makes {branches}"
-        )
+    made = f"n_layer {n_layer} makes {2 * n_layer}"
+    require(named == 2 * n_layer, f"placement {pattern!r} names {named} branches, and {made}")
     return tuple(name for name, count in runs for _ in range(count))
 
 
@@ -229,27 +259,37 @@ class Norm(nn.Module):
     """
 
     kind: str | None = None  # the name under which `kernels` computes it; None: it is not fused
-    has_bias = True
+    has_gain = has_bias = True
     per_token = True  # whether its statistics are those of one token, so that it can normalize a head
+    pre_only = False  # whether other placements than pre want to be forced
 
-    def __init__(self, dim: int, config: ModelConfig, factor: float = 1.0):
+    def __init__(self, dim: int, config: ModelConfig, factor=1.0, start=1.0, gain=""):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(dim))
-        self.bias = nn.Parameter(torch.zeros(dim)) if config.bias and self.has_bias else None
+        gain = gain or config.gain
+        has_gain, self.zero_centred = self.has_gain and gain != "none", gain == "zero_centred"
+        self.weight = nn.Parameter(torch.full((dim,), start - self.zero_centred)) if has_gain else None
+        self.bias = nn.Parameter(torch.zeros(dim)) if has_gain and self.has_bias and config.bias else None
         self.eps, self.impl, self.factor = config.norm_eps, config.kernel, factor
 
     def normalize(self, x: Tensor) -> Tensor:
         """What the gain multiplies, for x [..., D] in float32 or float64."""
         raise NotImplementedError(f"{type(self).__name__} does not say how it normalizes")
 
-    def gain(self) -> tuple[Tensor, Tensor | None]:
-        """(weight, bias) [D] as the equation has them."""
-        bias = None if self.bias is None else times(self.factor, self.bias)
-        return times(self.factor, self.weight), bias
+    def gain(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """(weight, bias) [D] of the equation for x [..., D]; None where there is none."""
+        weight, bias = self.weight, self.bias
+        if self.zero_centred:
+            weight = 1 + weight
+        if self.factor != 1:
+            ones = x.new_ones(x.shape[-1:], dtype=unless_float64(x, torch.float32))
+            weight = self.factor * (ones if weight is None else weight)
+            bias = None if bias is None else self.factor * bias
+        return weight, bias
 
     def forward(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-        weight, bias = self.gain()
-        y = self.normalize(x.to(torch.promote_types(x.dtype, torch.float32))) * weight
+        weight, bias = self.gain(x)
+        y = self.normalize(x.to(unless_float64(x, torch.float32)))
+        y = y if weight is None else y * weight
         y = y if bias is None else y + bias
         return y.to(out_dtype or x.dtype)
 
@@ -266,11 +306,11 @@ class FusedNorm(Norm):
 
     def forward(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
         how = {"kind": self.kind, "eps": self.eps, "impl": self.impl}
-        return kernels.norm(x, self.gain(), out_dtype=out_dtype, **how)
+        return kernels.norm(x, self.gain(x), out_dtype=out_dtype, **how)
 
     @classmethod
     def join(cls, x, s, out, then, a, b, eps, impl, out_dtype=None, want_sum=True):
-        out, then = (None if norm is None else norm.gain() for norm in (out, then))
+        out, then = (None if norm is None else norm.gain(x) for norm in (out, then))
         how = {"kind": cls.kind, "eps": eps, "impl": impl, "out_dtype": out_dtype, "want_sum": want_sum}
         return kernels.join(x, s, out=out, then=then, a=a, b=b, **how)
 
@@ -303,8 +343,8 @@ class BatchNorm(Norm):
     per_token = False
     momentum = 0.1
 
-    def __init__(self, dim: int, config: ModelConfig, factor: float = 1.0):
-        super().__init__(dim, config, factor)
+    def __init__(self, dim: int, config: ModelConfig, *how):
+        super().__init__(dim, config, *how)
         self.register_buffer("running_mean", torch.zeros(dim))
         self.register_buffer("running_var", torch.ones(dim))
         self.over_processes = alone
@@ -327,11 +367,46 @@ class BatchNorm(Norm):
         return mean, var
 
 
+class DyT(Norm):
+    """tanh(alpha x), without a statistic, for contrast (Zhu et al. 2025, "Transformers without Normalization")."""
+
+    pre_only = True
+
+    def __init__(self, dim: int, config: ModelConfig, *how):
+        super().__init__(dim, config, *how)
+        self.alpha = nn.Parameter(torch.full((1,), config.alpha_init))
+
+    def normalize(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.alpha * x)
+
+
+class Derf(DyT):
+    """erf(alpha x + shift) (Chen et al. 2025, "Stronger Normalization-Free Transformers")."""
+
+    def __init__(self, dim: int, config: ModelConfig, *how):
+        super().__init__(dim, config, *how)
+        self.shift = nn.Parameter(torch.zeros(1))
+
+    def normalize(self, x: Tensor) -> Tensor:
+        return torch.erf(self.alpha * x + self.shift)
+
+
+class NoNorm(Norm):
+    """x itself: what happens without."""
+
+    has_gain = False
+
+    def normalize(self, x: Tensor) -> Tensor:
+        return x
+
+
 NORMS |= {"layernorm": LayerNorm, "rmsnorm": RMSNorm, "batchnorm": BatchNorm}
+NORMS |= {"dyt": DyT, "derf": Derf, "none": NoNorm}
 
 
-def make_norm(dim: int, config: ModelConfig, factor: float = 1.0) -> Norm:
-    return NORMS[config.norm](dim, config, factor)
+def make_norm(dim: int, config: ModelConfig, *how) -> Norm:
+    """A norm of the configured kind; `how` is what Norm.__init__ takes: factor, start and form of the gain."""
+    return NORMS[config.norm](dim, config, *how)
 
 
 def times(factor: float, x: Tensor) -> Tensor:
@@ -383,6 +458,7 @@ class Attention(nn.Module):
             nn.Identity() if config.qk_norm == "off" else make_norm(width, config)
             for width in self.norm_widths
         )
+        self.v_norm = make_norm(self.head_dim, config, 1.0, 1.0, "none") if config.v_norm else nn.Identity()
         self.rotate = Rope(config) if config.pos == "rope" else nn.Identity()
         self.impl = config.kernel
         self.dropout = Dropout(config.dropout)
@@ -395,7 +471,8 @@ class Attention(nn.Module):
         q = self.rotate(self.heads(self.q_norm(q.unflatten(-1, (-1, q_width)))))
         k = self.rotate(self.heads(self.k_norm(k.unflatten(-1, (-1, k_width)))))
         dropout = self.dropout.p if self.training else 0.0
-        y = kernels.attend(q, k, self.heads(v.unsqueeze(-2)), dropout=dropout, impl=self.impl)
+        v = self.heads(self.v_norm(v.unflatten(-1, (-1, self.head_dim))))
+        y = kernels.attend(q, k, v, dropout=dropout, impl=self.impl)
         return self.dropout(self.out(y.transpose(1, 2).flatten(-2)))
 
     def heads(self, x: Tensor) -> Tensor:
@@ -404,31 +481,21 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, config: ModelConfig, init: tuple[float, float] = (1.0, 1.0)):
-        super().__init__()
-        inner_init, last_init = init
-        self.up = Linear(config.n_embd, config.hidden, config.bias, inner_init)
-        self.down = Linear(config.hidden, config.n_embd, config.bias, last_init)
-        self.gelu = partial(F.gelu, approximate="tanh" if config.mlp == "gelu_tanh" else "none")
-        self.dropout = Dropout(config.dropout)
-
-    def forward(self, h: Tensor) -> Tensor:
-        return self.dropout(self.down(self.gelu(self.up(h))))
-
-
-class SwiGLU(nn.Module):
-    """Shazeer 2020, "GLU Variants Improve Transformer"."""
+    """down(act(up h)), or down(act(gate h) * up h) with a gate (Shazeer 2020, "GLU Variants Improve Transformer")."""
 
     def __init__(self, config: ModelConfig, init: tuple[float, float] = (1.0, 1.0)):
         super().__init__()
         inner_init, last_init = init
-        self.gate = Linear(config.n_embd, config.hidden, config.bias, inner_init)
-        self.up = Linear(config.n_embd, config.hidden, config.bias, inner_init)
+        sizes = config.n_embd, config.hidden, config.bias
+        self.gate = Linear(*sizes, inner_init) if config.mlp in GATED else None
+        self.up = Linear(*sizes, inner_init)
         self.down = Linear(config.hidden, config.n_embd, config.bias, last_init)
-        self.dropout = Dropout(config.dropout)
+        self.activation, self.dropout = ACTIVATIONS[config.mlp], Dropout(config.dropout)
 
     def forward(self, h: Tensor) -> Tensor:
-        return self.dropout(self.down(F.silu(self.gate(h)) * self.up(h)))
+        up = self.up(h)
+        hidden = self.activation(up) if self.gate is None else self.activation(self.gate(h)) * up
+        return self.dropout(self.down(hidden))
 
 
 def next_norm(config: ModelConfig, branch: int) -> Norm | None:
@@ -450,7 +517,8 @@ class Join(nn.Module):
         super().__init__()
         norms = PLACEMENTS[config.placements[branch]]
         self.a, self.b, _ = config.factors(branch)
-        self.out_norm = make_norm(config.n_embd, config) if "out" in norms else None
+        out_gain = (2 * config.n_layer) ** -0.5 if config.out_gain_init == "depth" else config.out_gain_init
+        self.out_norm = make_norm(config.n_embd, config, 1.0, out_gain) if "out" in norms else None
         self.post_norm = make_norm(config.n_embd, config) if "post" in norms else None
         self.next_norm = next_norm(config, branch + 1)
         self.add, self.eps, self.impl = NORMS[config.norm].join, config.norm_eps, config.kernel
@@ -480,12 +548,11 @@ class LearnedPositions(nn.Module):
         return x + self.weight[: x.size(1)]
 
 
+Watch = Callable[[Tensor], None]  # is called with the stream [B, T, D] at every depth
+
+
 def unwatched(x: Tensor) -> None:
-    """The default of `GPT.forward(watch=...)`: nobody looks."""
-
-
-def cross_entropy(logits: Tensor, targets: Tensor, reduction: str) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=-1, reduction=reduction)
+    """Nobody looks."""
 
 
 class GPT(nn.Module):
@@ -493,10 +560,9 @@ class GPT(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        assert config.vocab_size > 0, (
-            "vocab_size 0 stands for the data set's and is resolved before the model"
-        )
-        self.config = config
+        assert config.vocab_size > 0, "0 stands for the data set's, and is resolved before the model"
+        self.config, self.softcap = config, config.logit_softcap
+        self.embed_scale = config.n_embd**0.5 if config.embed_scale == "sqrt_dim" else config.embed_scale
         self.stream_dtype, self.compute_dtype = config.stream_dtype, config.compute_dtype
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
         nn.init.normal_(self.embed.weight, std=0.02)
@@ -504,45 +570,33 @@ class GPT(nn.Module):
         self.embed_norm = make_norm(config.n_embd, config) if config.embed_norm else nn.Identity()
         self.dropout = Dropout(config.dropout)
         self.entry = next_norm(config, 0) or Cast()
-        kinds = (Attention, SwiGLU if config.mlp == "swiglu" else MLP)
         branches = range(2 * config.n_layer)
+        kinds = (Attention, MLP)
         self.branches = nn.ModuleList(kinds[k % 2](config, config.branch_init(k)) for k in branches)
         self.joins = nn.ModuleList(Join(config, k) for k in branches)
         self.head = Linear(config.n_embd, config.vocab_size, config.head_bias)
         if config.tie_embeddings:
             self.head.weight = self.embed.weight
 
-    def forward(
-        self, tokens: Tensor, targets: Tensor | None = None, watch: Callable[[Tensor], None] = unwatched
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, watch: Watch = unwatched):
         """Logits [B, T, V] in float32, and the mean cross-entropy in nats over the targets that are not -1.
 
-        tokens, targets: int64 [B, T]. T may not exceed block_size. `watch` is called with the stream [B, T, D]
-        after the embedding and after every join.
+        tokens, targets: int64 [B, T]. T may not exceed block_size. The depths that `watch` sees are after the
+        embedding and after every join.
         """
         logits = self.logits(self.read(tokens, watch))
-        return logits, None if targets is None else cross_entropy(logits, targets, "mean")
+        return logits, None if targets is None else cross_entropy(logits.flatten(0, 1), targets.flatten())[0]
 
-    def loss(self, tokens: Tensor, targets: Tensor, watch: Callable[[Tensor], None] = unwatched) -> Tensor:
-        """The loss of `forward`, with the logits of no more than LOSS_LOGITS / V tokens in memory at once.
+    def loss(self, tokens: Tensor, targets: Tensor, watch: Watch = unwatched, z_loss: float = 0.0):
+        """(the loss of `forward` + z_loss * mean logsumexp^2, the second term alone), without all logits in memory."""
+        h, head = self.read(tokens, watch).flatten(0, 1), self.head
+        how = {"softcap": self.softcap, "z_loss": z_loss}
+        return linear_cross_entropy(h, head.weight, head.bias, targets.flatten(), **how)
 
-        Backward computes them again. Where they all fit, it is `forward`.
-        """
-        rows = max(LOSS_LOGITS // self.config.vocab_size, 1)
-        if targets.numel() <= rows:
-            return self.forward(tokens, targets, watch)[1]  # not through __call__: FSDP has hooked both
-        h = self.read(tokens, watch).flatten(0, 1)
-        pieces = zip(h.split(rows), targets.flatten().split(rows), strict=True)
-        sums = [checkpoint(self.summed_loss, *piece, use_reentrant=False) for piece in pieces]
-        return torch.stack(sums).sum() / (targets != -1).sum()
-
-    def summed_loss(self, h: Tensor, targets: Tensor) -> Tensor:
-        return cross_entropy(self.logits(h), targets, "sum")
-
-    def read(self, tokens: Tensor, watch: Callable[[Tensor], None]) -> Tensor:
+    def read(self, tokens: Tensor, watch: Watch) -> Tensor:
         """What the head reads [B, T, D], after the last join."""
         assert tokens.size(1) <= self.config.block_size, "more tokens than block_size"
-        x = self.dropout(self.embed_norm(self.pos_embed(self.embed(tokens))))
+        x = self.dropout(self.embed_norm(self.pos_embed(times(self.embed_scale, self.embed(tokens)))))
         x = x.to(unless_float64(x, self.stream_dtype))
         watch(x)
         h = self.entry(x, out_dtype=unless_float64(x, self.compute_dtype))
@@ -553,7 +607,7 @@ class GPT(nn.Module):
 
     def logits(self, h: Tensor) -> Tensor:
         logits = self.head(h)
-        return logits.to(torch.promote_types(logits.dtype, torch.float32))  # [B, T, V]
+        return softcapped(logits.to(unless_float64(logits, torch.float32)), self.softcap)  # [B, T, V]
 
     def n_params(self) -> int:
         """Trainable numbers; a tied head counts once."""

@@ -149,7 +149,7 @@ def test_the_bias_switch_and_the_count_of_parameters(bias):
 
 @pytest.mark.parametrize(
     ("switches", "reason"),
-    [({"kernel": "triton"}, "never fused"), ({"qk_norm": "head"}, "qk_norm head is offered for")],
+    [({"kernel": "triton"}, "never fused"), ({"qk_norm": "head"}, "qk_norm head is for norms of a token")],
 )
 def test_what_does_not_go_with_it_is_refused(switches, reason):
     with pytest.raises(ValueError, match=reason):

@@ -102,21 +102,27 @@ def test_a_wrong_norm_fails(monkeypatch, function):
     assert failing(*NORMS[function]) == set(NORMS[function])
 
 
+def join_otherwise(monkeypatch, wrong):
+    """Joins give what `wrong` gives, or where that is None what they should."""
+    whole = model.Join.forward
+    monkeypatch.setattr(model.Join, "forward", lambda self, x, s: wrong(self, x, s) or whole(self, x, s))
+
+
 def half_the_update(monkeypatch):
     whole = model.Join.forward
     monkeypatch.setattr(model.Join, "forward", lambda self, x, s: whole(self, x, s / 2))
 
 
 def pre_where_post_was_asked_for(monkeypatch):
-    monkeypatch.setitem(model.PLACEMENTS, "post", model.PLACEMENTS["pre"])
+    join_otherwise(monkeypatch, lambda join, x, s: (x + s, join.post_norm(x + s)) if join.post_norm else None)
 
 
 def post_where_pre_was_asked_for(monkeypatch):
-    monkeypatch.setitem(model.PLACEMENTS, "pre", model.PLACEMENTS["post"])
+    join_otherwise(monkeypatch, lambda join, x, s: (join.next_norm(x + s),) * 2 if join.next_norm else None)
 
 
 def sandwich_without_its_inner_norm(monkeypatch):
-    monkeypatch.setitem(model.PLACEMENTS, "sandwich", model.PLACEMENTS["output"])
+    join_otherwise(monkeypatch, lambda join, x, s: (x + join.out_norm(s),) * 2 if join.out_norm else None)
 
 
 def no_final_norm(monkeypatch):

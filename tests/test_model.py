@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from model import GPT, RESIDUAL_SCALES, ModelConfig
+from model import GPT, SCALES, ModelConfig
 
 SMALL = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 16, "vocab_size": 19}
 KINDS = ("layernorm", "rmsnorm")
@@ -188,7 +188,7 @@ def test_equals_the_textbook_and_looks_at_no_later_token(norm, placement):
         if switches["norm"] == norm and switches["placement"] == placement:
             factors = (0.5 + torch.rand(4, 3, generator=generator, dtype=torch.float64)).tolist()
             with pytest.MonkeyPatch.context() as patch:
-                patch.setitem(RESIDUAL_SCALES, "one", lambda k, n_layer, f=factors: f[k])
+                patch.setitem(SCALES, "one", (lambda k, n_layer, f=factors: f[k], NORMS_OF))
                 model = randomized(**switches)
             assert_textbook(model, factors)
             assert_causal(model)
