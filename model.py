@@ -18,12 +18,12 @@ from typing import Annotated, Literal
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from pydantic import AfterValidator, ConfigDict, Field
+from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 import kernels
-from base.cli import OneOf, did_you_mean, require
+from base.cli import STRICT, Count, OneOf, did_you_mean, require
 from kernels.loss import cross_entropy, linear_cross_entropy, softcapped
 
 NORMS: dict[str, type["Norm"]] = {}  # what --norm offers; the classes stand below
@@ -42,11 +42,10 @@ TANH_GELU = partial(F.gelu, approximate="tanh")
 ACTIVATIONS = {"gelu": F.gelu, "gelu_tanh": TANH_GELU, "swiglu": F.silu, "geglu": TANH_GELU}
 GATED = ("swiglu", "geglu")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-Count = Annotated[int, Field(ge=1, lt=2**31)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
-@dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True))
+@dataclass(frozen=True, config=STRICT)
 class ModelConfig:
     """The shape of the network and its normalization. The defaults are GPT-2's (124M)."""
 
@@ -66,7 +65,7 @@ class ModelConfig:
     """Token ids the embedding knows; 0 takes the data set's number."""
     norm: Annotated[str, AfterValidator(OneOf(NORMS))] = "layernorm"
     """(x - mean) / std or x / rms of a token. For contrast: batchnorm (of a feature over batch and time, which leaks),
-    dyt (tanh(alpha x)), derf (erf(alpha x + shift)), none."""
+    dyt: tanh(alpha x), derf: erf(alpha x + shift), none."""
     placement: str = "pre"
     """Where it sits: none, pre, post, output, sandwich, keel (in and post), out_post or all, for all branches; or a
     pattern, as "post*6 pre*18" (branches from the bottom) or "attn:post mlp:none"."""
