@@ -87,6 +87,15 @@ def test_flags_win_over_the_recipe_and_the_recipe_over_the_defaults(tmp_path):
     assert config.run.run_name == "mine"
 
 
+def test_one_ratio_holds_for_all_rates_and_a_rate_wins_over_a_recipes_ratio(tmp_path):
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text("[optim]\nmin_lr_ratio = 0.1\n", encoding="utf-8")
+    for lr in (1e-2, 1e-5):  # of which the second lies below the default of min_lr
+        assert load_config([str(recipe), "--lr", str(lr)]).optim.end_lr == pytest.approx(lr / 10)
+    assert load_config([str(recipe), "--min-lr", "2e-5"]).optim.end_lr == 2e-5
+    assert load_config(["configs/quickstart.toml", "--min-lr-ratio", "0"]).optim.end_lr == 0
+
+
 def test_the_saved_configuration_reads_back(tmp_path):
     config = load_config(["configs/layout_qwen3.toml", "--head-dim", "16", "--min-lr", "1e-5", "--seed", "7"])
     (tmp_path / "config.toml").write_text(to_toml(config), encoding="utf-8")
@@ -182,6 +191,7 @@ def test_auto_names_a_new_folder(tmp_path):
         ("--lr nan", "--lr is nan; it must be a finite number"),
         ("--lr -1", "--lr is -1; it must be at least 0"),
         ("--min-lr 1", "min_lr 1.0 is above lr"),
+        ("--min-lr-ratio 1.5", "--min-lr-ratio is 1.5; it must be at most 1"),
         ("--beta1 1.0", "--beta1 is 1.0; it must be below 1"),
         ("--batch-size 0", "--batch-size is 0; it must be at least 1"),
         ("--seed=-1", "--seed is -1; it must be at least 0"),

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import sys
 
 import pytest
 import torch
@@ -270,16 +269,12 @@ QWEN3 = 'norm = "rmsnorm"\npos = "rope"\nmlp = "swiglu"\nbias = false\nqk_norm =
 
 
 @pytest.mark.parametrize(("tokenizer", "model"), [("byte", ""), ("char", QWEN3)], ids=["gpt2", "qwen3"])
-def test_a_model_trained_here_continues_a_prompt_alike_on_both_sides(
-    tokenizer, model, tmp_path, capsys, monkeypatch
-):
+def test_a_model_trained_here_continues_a_prompt_alike_on_both_sides(tokenizer, model, tmp_path, capsys):
     (tmp_path / "text.txt").write_text(
         "to be, or not to be, that is the question: été\n" * 300, encoding="utf-8"
     )
     prepared = ["text", "--name", "bard", "--files", str(tmp_path / "text.txt"), "--tokenizer", tokenizer]
-    monkeypatch.setattr(sys, "argv", ["prepare", *prepared, "--data-dir", str(tmp_path)])
-    with pytest.raises(SystemExit, match="0"):
-        prepare.main()
+    prepare.main([*prepared, "--data-dir", str(tmp_path)])
     (tmp_path / "run.toml").write_text(RECIPE.format(model=model, folder=tmp_path), encoding="utf-8")
     train.main([str(tmp_path / "run.toml")])
     capsys.readouterr()

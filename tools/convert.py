@@ -33,6 +33,7 @@ from model import GPT, ModelConfig
 from tools import fold as folding
 from tools.interchange import (
     NANOGPT,
+    OF_A_RUN,
     Family,
     Weights,
     family_for,
@@ -47,7 +48,6 @@ from tools.vocabulary import FILES, SIZES, recognize, tokenizer_files
 from training.checkpoint import find, load_model
 from training.model_file import model_weights, read_about, save_model, save_tensors
 
-OF_A_RUN = ("dropout", "dtype", "residual_dtype", "kernel")  # fields that do not say which model it is
 WRITTEN = ("model.safetensors", "config.json", *FILES)  # what a conversion writes, and may replace
 
 
