@@ -195,27 +195,20 @@ def spread(pattern: str, n_layer: int) -> tuple[str, ...]:
 
     One name is for all branches, "post*6 pre*18" counts them, "attn:post mlp:none" tells attention and MLPs apart.
     """
-    kinds = re.fullmatch(r"\s*attn:(\S*)\s+mlp:(\S*)\s*", pattern)
-    one = re.fullmatch(r"\s*[^\s*:]+\s*", pattern)
-    words = (
-        kinds.groups() * n_layer
-        if kinds
-        else [f"{pattern.strip()}*{2 * n_layer}"]
-        if one
-        else pattern.split()
-    )
-    parts = (re.fullmatch(r"(.+?)(?:\*(\d{1,9}))?", word).groups("1") for word in words)
-    runs = [(name, int(count)) for name, count in parts]
-    for name, _ in runs:
-        hint = (
-            did_you_mean(name, PLACEMENTS) or f" ({', '.join(PLACEMENTS)}; post*6 pre*18; attn:post mlp:none)"
-        )
+    words, branches = pattern.split(), 2 * n_layer
+    kinds = re.fullmatch(r"attn:(\S+) mlp:(\S+)", " ".join(words))
+    if kinds:
+        words = kinds.groups() * n_layer
+    elif len(words) == 1 and "*" not in pattern:
+        words = [f"{words[0]}*{branches}"]
+    counts = [re.fullmatch(r"(.+?)(?:\*(\d{1,9}))?", word).groups("1") for word in words]
+    for name, _ in counts:
+        hint = did_you_mean(name, PLACEMENTS) or f" ({', '.join(PLACEMENTS)}; post*6 pre*18)"
         require(name in PLACEMENTS, f"placement {pattern!r}: {name!r} is not a placement{hint}")
-    named = f"placement {pattern!r} names {sum(count for _, count in runs)} branches"
-    require(
-        sum(count for _, count in runs) == 2 * n_layer, f"{named}, and n_layer {n_layer} makes {2 * n_layer}"
-    )
-    return tuple(name for name, count in runs for _ in range(count))
+    named = f"placement {pattern!r} names {sum(int(count) for _, count in counts)} branches"
+    names = tuple(name for name, count in counts for _ in range(min(int(count), branches + 1)))
+    require(len(names) == branches, f"{named}; n_layer {n_layer} makes {branches}")
+    return names
 
 
 def unless_float64(x: Tensor, dtype: torch.dtype) -> torch.dtype:

@@ -143,7 +143,7 @@ def test_a_zero_centred_gain_subtracts_no_mean():
         ({"out_gain_init": "depth"}, "out_gain_init is for an N_out with a gain"),
         ({"out_gain_init": 0.5, "placement": "sandwich", "gain": "none"}, "out_gain_init is for an N_out"),
         ({"residual_scale": "LNS"}, "lns"),
-        ({"placement": "pre*3"}, "placement 'pre*3' names 3 branches, and n_layer 2 makes 4"),
+        ({"placement": "pre*3"}, "placement 'pre*3' names 3 branches; n_layer 2 makes 4"),
         ({"placement": "pre*3 prost"}, "'prost' is not a placement (did you mean post?)"),
         ({"placement": "attn:pre"}, "'attn:pre' is not a placement (none, pre"),
         ({"placement": "pre*x"}, "'pre*x' is not a placement"),
