@@ -45,6 +45,13 @@ def test_every_recipe_loads_and_names_its_command(path):
         "layout_olmo2": ("rmsnorm", "output", "full"),
         "layout_qwen3": ("rmsnorm", "pre", "head"),
         "layout_sandwich": ("rmsnorm", "sandwich", "head"),
+        "layout_gemma3": ("rmsnorm", "sandwich", "head"),
+        "layout_trinity": ("rmsnorm", "sandwich", "head"),
+        "layout_keel": ("rmsnorm", "keel", "off"),
+        "layout_mix_ln": ("rmsnorm", "post*2 pre*6", "off"),
+        "layout_hybrid_norm": ("rmsnorm", "attn:post mlp:none", "head"),
+        "layout_lns": ("rmsnorm", "pre", "off"),
+        "layout_dyt": ("dyt", "pre", "off"),
     }.items(),
 )
 def test_the_layouts_of_known_models(name, layout):
