@@ -38,6 +38,25 @@ PLACEMENTS = {  # which norms of the equation a branch has
     "out_post": frozenset({"out", "post"}),
     "all": frozenset({"in", "out", "post"}),
 }
+
+
+def having(norm: str, present: bool = True) -> list[str]:
+    return [name for name, norms in PLACEMENTS.items() if (norm in norms) == present]
+
+
+SCALES = {  # of --residual-scale: (branch k from 0, L) -> a, b, c; and the placements that the method is for
+    "one": (lambda k, L: (1.0, 1.0, 1.0), PLACEMENTS),
+    # Wang et al. 2022, "DeepNet: Scaling Transformers to 1,000 Layers"
+    "deepnorm": (lambda k, L: ((2 * L) ** 0.25, 1.0, 1.0), ["post"]),
+    # Sun et al. 2025, "The Curse of Depth in Large Language Models"
+    "lns": (lambda k, L: (1.0, 1.0, (k // 2 + 1) ** -0.5), having("in")),
+    # Chen and Wei 2026, "Post-LayerNorm Is Back: Stable, ExpressivE, and Deep"
+    "keel": (lambda k, L: (2.0 * L, 1.0, 1.0), ["keel"]),
+    # Beam in transformers: equal parts of the k + 2 terms of the stream, of which the embedding is the first
+    "depth": (lambda k, L: (((k + 1) / (k + 2)) ** 0.5, (k + 2) ** -0.5, 1.0), having("post", False)),
+}
+
+
 TANH_GELU = partial(F.gelu, approximate="tanh")
 ACTIVATIONS = {"gelu": F.gelu, "gelu_tanh": TANH_GELU, "swiglu": F.silu, "geglu": TANH_GELU}
 GATED = ("swiglu", "geglu")
@@ -89,7 +108,7 @@ class ModelConfig:
     """A norm directly after the embedding."""
     embed_scale: Positive | Literal["sqrt_dim"] = 1.0
     """Factor of the token embedding; sqrt_dim: sqrt(n_embd), as Gemma."""
-    residual_scale: Positive | Literal["one", "deepnorm", "lns", "keel", "depth"] = "one"
+    residual_scale: Positive | Annotated[str, AfterValidator(OneOf(SCALES))] = "one"
     """Factors a, b, c by depth. A number is b. deepnorm: a = (2L)^(1/4), branches start (8L)^(-1/4) times smaller.
     lns: c = 1/sqrt(layer). keel: a = 2L. depth: a = sqrt((k-1)/k), b = 1/sqrt(k) at the k-th term of the stream."""
     pos: Literal["learned", "rope"] = "learned"
@@ -171,23 +190,6 @@ class ModelConfig:
             return (8 * self.n_layer) ** -0.25, (8 * self.n_layer) ** -0.25
         bare = not PLACEMENTS[self.placements[branch]] & {"out", "post"} and self.residual_scale == "one"
         return 1.0, (2 * self.n_layer) ** -0.5 if bare else 1.0
-
-
-def having(norm: str, present: bool = True) -> list[str]:
-    return [name for name, norms in PLACEMENTS.items() if (norm in norms) == present]
-
-
-SCALES = {  # of --residual-scale: (branch k from 0, L) -> a, b, c; and the placements that the method is for
-    "one": (lambda k, L: (1.0, 1.0, 1.0), PLACEMENTS),
-    # Wang et al. 2022, "DeepNet: Scaling Transformers to 1,000 Layers"
-    "deepnorm": (lambda k, L: ((2 * L) ** 0.25, 1.0, 1.0), ["post"]),
-    # Sun et al. 2025, "The Curse of Depth in Large Language Models"
-    "lns": (lambda k, L: (1.0, 1.0, (k // 2 + 1) ** -0.5), having("in")),
-    # Chen and Wei 2026, "Post-LayerNorm Is Back: Stable, ExpressivE, and Deep"
-    "keel": (lambda k, L: (2.0 * L, 1.0, 1.0), ["keel"]),
-    # Beam in transformers: equal parts of the k + 2 terms of the stream, of which the embedding is the first
-    "depth": (lambda k, L: (((k + 1) / (k + 2)) ** 0.5, (k + 2) ** -0.5, 1.0), having("post", False)),
-}
 
 
 def spread(pattern: str, n_layer: int) -> tuple[str, ...]:

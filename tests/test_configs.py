@@ -170,6 +170,13 @@ def test_auto_names_a_new_folder(tmp_path):
             "'dyt', 'derf' or 'none' (did you mean rmsnorm?)",
         ),
         ("--n-layer x", "--n-layer is x; it must be a whole number, such as 1000"),
+        (
+            "--residual-scale LNS",
+            "--residual-scale is LNS; it must be a number, such as 0.001 or 'one', 'deepnorm', 'lns', 'keel' or 'depth' "
+            "(did you mean lns?)",
+        ),
+        ("--out-gain-init -1", "--out-gain-init is -1; it must be above 0 or 'depth'"),
+        ("--placement post*6", "placement 'post*6' names 6 branches; n_layer 12 makes 24"),
         ("--n-layer 2.5", "--n-layer is 2.5; it must be a whole number"),
         ("--n-layer", "--n-layer is given without a value"),
         ("--lr fast", "--lr is fast; it must be a number, such as 0.001"),
