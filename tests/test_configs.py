@@ -172,8 +172,7 @@ def test_auto_names_a_new_folder(tmp_path):
         ("--n-layer x", "--n-layer is x; it must be a whole number, such as 1000"),
         (
             "--residual-scale LNS",
-            "--residual-scale is LNS; it must be a number, such as 0.001 or 'one', 'deepnorm', 'lns', 'keel' or 'depth' "
-            "(did you mean lns?)",
+            "such as 0.001 or 'one', 'deepnorm', 'lns', 'keel' or 'depth' (did you mean lns?)",
         ),
         ("--out-gain-init -1", "--out-gain-init is -1; it must be above 0 or 'depth'"),
         ("--placement post*6", "placement 'post*6' names 6 branches; n_layer 12 makes 24"),
