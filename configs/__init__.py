@@ -109,7 +109,9 @@ class RunConfig:
     probe_interval: int = 250
     """Steps between closer looks (attention, angles, gradients of the stream), also at 0 and at the end; 0: never."""
     max_loss_rise: float = 3.0
-    """Stop when the loss, after the warm-up, is so many nats above the lowest logged one; 0 lets it rise."""
+    """A loss, after the warm-up, so many nats above the lowest logged one is reported and kept for --replay; 0: none."""
+    max_rise_steps: int = 100
+    """Stop when the loss has stayed so high for so many steps; 1 stops at once, 0 never. Not finite: always at once."""
     eval_interval: int = 250
     """Steps between evaluations; the last step is always evaluated."""
     eval_tokens: int = 100_000
@@ -135,7 +137,7 @@ class RunConfig:
         ):
             value = getattr(self, name)
             require(value >= 1, f"{name} is {value}; it must be at least 1")
-        for name in ("checkpoint_minutes", "probe_interval", "max_loss_rise"):
+        for name in ("checkpoint_minutes", "probe_interval", "max_loss_rise", "max_rise_steps"):
             value = getattr(self, name)
             require(0 <= value < math.inf, f"{name} is {value}; it must be a number not below 0")
         require(0 <= self.seed < 2**63, f"seed is {self.seed}; it must be from 0 to 2^63 - 1")

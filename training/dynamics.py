@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from model import GPT, Norm
 from training.metrics import branch_names, part_names
@@ -49,6 +48,18 @@ class Observed(nn.Module):
         return loss, torch.stack(lengths).square().mean((1, 2)) / self.model.config.n_embd
 
 
+def named(quantity: str, places: Sequence[str], values: Tensor) -> dict[str, Tensor]:
+    """Metrics by name: a quantity at each place, values [number of places]."""
+    return {f"{quantity}/{place}": value for place, value in zip(places, values.unbind(), strict=True)}
+
+
+def fetch(metrics: dict[str, Tensor | float]) -> dict[str, float]:
+    """The same metrics as numbers; those that are 0-d tensors come by one transfer from their device."""
+    tensors = {name: value.float() for name, value in metrics.items() if isinstance(value, Tensor)}
+    numbers = torch.stack(list(tensors.values())).tolist() if tensors else []
+    return metrics | dict(zip(tensors, numbers, strict=True))
+
+
 def row_norms(x: Tensor) -> Tensor:
     """The L2 norm over features of x [..., D], in float32 (float64 for float64) and without a graph.
 
@@ -70,7 +81,7 @@ class PartNorms:
         self.parts = part_names(model.config.n_layer)
         self.index = torch.tensor([self.parts.index(p) for p in part_of], device=runtime.device)
         self.runtime = runtime
-        self.sharded = any(isinstance(p, DTensor) for p in self.params)
+        self.sharded = any(is_shard(p) for p in self.params)
 
     def squares(self, tensors: Sequence[Tensor]) -> Tensor:
         """Squared L2 norm of each tensor, one per parameter, float32 [number of parameters]."""
@@ -89,6 +100,11 @@ class PartNorms:
         return torch.zeros(len(self.parts), device=squares.device).index_add_(0, self.index, squares).sqrt()
 
 
+def is_shard(t: Tensor) -> bool:
+    """Whether this process holds a part of the tensor only. (Importing DTensor takes half as long as torch itself.)"""
+    return hasattr(t, "to_local")
+
+
 def local(t: Tensor) -> Tensor:
     """The shard that this process holds, or the tensor itself."""
-    return t.to_local() if isinstance(t, DTensor) else t
+    return t.to_local() if is_shard(t) else t

@@ -14,11 +14,10 @@ from collections.abc import Collection, Iterator
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from data import EvalWindows
 from model import GPT, Norm
-from training.dynamics import PartNorms, local, mean_square
+from training.dynamics import PartNorms, fetch, is_shard, local, mean_square, named
 from training.metrics import branch_names, depth_names
 
 PROBE_WINDOWS = 4
@@ -26,7 +25,7 @@ SCORES = 2**22  # attention scores that are taken together
 
 
 class Probe:
-    """The second table of a run. `remember` goes before the step whose update is to be measured."""
+    """The closer look of a run. `remember` goes before the step whose update is to be measured."""
 
     def __init__(self, model: GPT, windows: EvalWindows, norms: PartNorms):
         self.model, self.norms, self.layers = model, norms, dict(norm_names(model))
@@ -40,7 +39,7 @@ class Probe:
         self.before = [local(p).detach().clone() for p in self.norms.params]
 
     def measure(self, loss_scale: float | Tensor = 1.0) -> dict[str, float]:
-        """The second table's values by name, by one transfer. `update_ratio/...` only after a `remember`.
+        """What the closer look finds, by name, by one transfer. `update_ratio/...` only after a `remember`.
 
         loss_scale: what the loss is multiplied by for the backward pass, so that float16 does not underflow.
         """
@@ -53,7 +52,7 @@ class Probe:
                 _, loss = self.model(self.tokens, self.targets)
             values |= joins.values() | scores.values()
             values |= stream_gradients(loss, joins.streams, loss_scale)
-        return dict(zip(values, torch.stack(list(values.values())).tolist(), strict=True))
+        return fetch(values)
 
 
 @contextlib.contextmanager
@@ -193,7 +192,7 @@ def gains(layers: dict[str, Norm]) -> dict[str, Tensor]:
     """Mean and largest absolute gain of every norm, by the names of `norm_names`."""
     values = {}
     for name, norm in layers.items():
-        gain = norm.weight.full_tensor() if isinstance(norm.weight, DTensor) else norm.weight
+        gain = norm.weight.full_tensor() if is_shard(norm.weight) else norm.weight
         values[f"gain/{name}.mean"], values[f"gain/{name}.max"] = gain.mean(), gain.abs().max()
     return values
 
