@@ -1,7 +1,44 @@
-"""A user's mistake in one sentence, and the hint that such sentences share."""
+"""What every command shares: a user's mistake, flags from dataclasses, output that never fails, one way to run.
+
+    @dataclass(frozen=True, config=STRICT)
+    class Options:
+        run: Positional[str]
+        '''A run's folder.'''
+        tokens: int = 500
+        '''How many tokens to write.'''
+
+    options(Options, ["out/quickstart", "--tokens", "100"], "python -m tools.sample")
+
+A field is a flag: `n_layer` is --n-layer, a boolean `bias` is --bias and --no-bias, a tuple takes several words
+(--files a b), and the docstring of the field is its help. pydantic checks the values.
+"""
 
 import difflib
-from collections.abc import Iterable
+import io
+import os
+import re
+import shutil
+import sys
+import textwrap
+import types
+import typing
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
+
+from pydantic import AfterValidator, ConfigDict, TypeAdapter, ValidationError
+from pydantic_core import PydanticKnownError
+
+EXIT_MISTAKE, EXIT_INTERRUPTED = 2, 130
+STRICT = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
+HELP = ("-h", "--help")
+TRUTH_VALUES = ("true", "false", "yes", "no", "on", "off", "1", "0")  # which a flag does not take
+ALLOWED = {  # by the beginning of pydantic's name for a mistake
+    "int": "a whole number, such as 1000",
+    "float": "a number, such as 0.001",
+    "bool": "true or false",
+    "string": "text",
+}
 
 
 class UserError(ValueError):
@@ -12,3 +49,359 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """`" (did you mean x?)"` for the known name nearest to `name`, or an empty string."""
     nearest = difflib.get_close_matches(name, list(known), n=1, cutoff=0.7)
     return f" (did you mean {nearest[0]}?)" if nearest else ""
+
+
+def require(condition: bool, message: str) -> None:
+    """Inside a dataclass's checks: pydantic makes a ValueError of this kind a part of its own error."""
+    if not condition:
+        raise ValueError(message)
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """Allows the names that a registry holds when it is asked: `Annotated[str, AfterValidator(OneOf(NORMS))]`."""
+
+    names: Collection[str]
+
+    def __call__(self, name: str) -> str:
+        if name not in self.names:
+            *first, last = map(repr, self.names)
+            expected = f"{', '.join(first)} or {last}" if first else last
+            raise PydanticKnownError("literal_error", {"expected": expected})
+        return name
+
+
+@dataclass(frozen=True)
+class Short:
+    """A second name of a flag: `Annotated[str, Short("-o")]`."""
+
+    name: str
+
+
+POSITIONAL = object()
+T = TypeVar("T")
+Positional = Annotated[T, POSITIONAL]
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A field of a pydantic dataclass as the command line shows it."""
+
+    name: str
+    kind: Any
+    """Its type, without None and Annotated."""
+    nullable: bool
+    default: Any
+    required: bool
+    help: str
+    metadata: tuple
+
+    @property
+    def spelled(self) -> str:
+        return self.name if POSITIONAL in self.metadata else "--" + self.name.replace("_", "-")
+
+    @property
+    def negated(self) -> str:
+        return self.spelled.replace("--", "--no-", 1)
+
+    @property
+    def is_list(self) -> bool:
+        return typing.get_origin(self.kind) in (tuple, list)
+
+    @property
+    def choices(self) -> list[str]:
+        if typing.get_origin(self.kind) is Literal:
+            return list(typing.get_args(self.kind))
+        checks = [m.func for m in self.metadata if isinstance(m, AfterValidator)]
+        return [name for check in checks if isinstance(check, OneOf) for name in check.names]
+
+    @property
+    def spellings(self) -> list[str]:
+        if self.kind is bool:
+            return [self.spelled, self.negated]
+        return [self.spelled, *(m.name for m in self.metadata if isinstance(m, Short))]
+
+    @property
+    def metavar(self) -> str:
+        names = {int: "INT", float: "FLOAT", bool: ""}
+        kind = typing.get_args(self.kind)[0] if self.is_list else self.kind
+        word = "{" + ",".join(self.choices) + "}" if self.choices else names.get(kind, self.name.upper())
+        return f"{word} [{word} ...]" if self.is_list else word
+
+    @property
+    def row(self) -> tuple[str, str]:
+        """Its two columns in --help."""
+        shown = "" if self.required or self.default in (None, "", ()) else str(self.default)
+        if self.kind is bool:
+            shown = self.spelled if self.default else self.negated
+        left = self.metavar if POSITIONAL in self.metadata else ", ".join(self.spellings) + " " + self.metavar
+        return left.strip(), self.help + (f" (default: {shown})" if shown else "")
+
+
+def flags_of(cls: type, defaults: Any = None) -> list[Flag]:
+    """The flags of a pydantic dataclass; `defaults`, an instance, has other defaults than the class."""
+    flags = []
+    for name, field in cls.__pydantic_fields__.items():
+        kinds = typing.get_args(field.annotation) if is_union(field.annotation) else (field.annotation,)
+        given = [kind for kind in kinds if kind is not types.NoneType]
+        required = field.is_required() and defaults is None
+        default = getattr(defaults, name, None) if defaults else field.get_default(call_default_factory=True)
+        about = " ".join((field.description or "").split())
+        flags.append(
+            Flag(name, given[0], len(given) < len(kinds), default, required, about, tuple(field.metadata))
+        )
+    return flags
+
+
+def is_union(annotation: Any) -> bool:
+    return typing.get_origin(annotation) in (typing.Union, types.UnionType)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Flags under a title of --help."""
+
+    title: str
+    flags: list[Flag]
+
+
+class Parser:
+    """Splits the words of a command line into values by field name; types are checked afterwards."""
+
+    def __init__(self, prog: str, description: str, groups: list[Group]):
+        self.prog, self.description, self.groups = prog, description, groups
+        flags = [flag for group in groups for flag in group.flags]
+        self.positionals = [flag for flag in flags if POSITIONAL in flag.metadata]
+        self.required = [flag for flag in flags if flag.required]
+        self.known = {word: flag for flag in flags if flag not in self.positionals for word in flag.spellings}
+
+    def parse(self, argv: Sequence[str]) -> dict[str, Any]:
+        """Words, lists of words and booleans by field name. Raises UserError; `--help` and `-h` exit with 0."""
+        for word in HELP:
+            if word in argv:
+                print(self.help(short=word == "-h"))
+                raise SystemExit(0)
+        values: dict[str, Any] = {}
+        words, places = list(reversed(argv)), list(self.positionals)
+        while words:
+            word = words.pop()
+            if not is_flag(word):
+                self.place(word, words, places, values)
+                continue
+            spelled, equals, value = word.partition("=")
+            spelled = spelled.replace("_", "-")
+            flag = self.known.get(spelled)
+            if flag is None:
+                hint = did_you_mean(spelled, self.known)
+                raise UserError(f"unknown flag {spelled}{hint}; --help lists them all")
+            if equals:
+                words.append(value)
+            if flag.kind is bool:
+                values[flag.name] = boolean(flag, spelled, words, bool(equals))
+            elif equals:
+                values[flag.name] = taken(flag, [words.pop()])
+            else:
+                values[flag.name] = taken(flag, following(words, flag.is_list))
+        missing = [flag.spelled for flag in self.required if flag.name not in values]
+        if missing:
+            raise UserError(f"{' and '.join(missing)} must be given; --help explains")
+        return values
+
+    def place(self, word: str, words: list[str], places: list[Flag], values: dict) -> None:
+        """Takes a word that stands alone, and for a list the words after it."""
+        if not places:
+            raise UserError(
+                f"{word} is neither a flag nor a value that its flag takes; --help lists what there is"
+            )
+        flag = places.pop(0)
+        values[flag.name] = taken(flag, [word, *(following(words, True) if flag.is_list else [])])
+
+    def help(self, short: bool = False) -> str:
+        """What --help prints; -h leaves out all but the first group."""
+        width = min(shutil.get_terminal_size().columns, 120)
+        words = " ".join(flag.metavar for flag in self.positionals)
+        parts = [f"usage: {self.prog} {words + ' ' if words else ''}[flags]", self.description.strip()]
+        groups = self.groups[:1] if short else self.groups
+        for group in groups:
+            parts.append(f"{group.title}:\n" + table([flag.row for flag in group.flags], width))
+        left_out = sum(len(group.flags) for group in self.groups) - sum(len(group.flags) for group in groups)
+        if left_out:
+            parts.append(f"{left_out} more flags are listed by --help.")
+        return "\n\n".join(part for part in parts if part)
+
+
+def is_flag(word: str) -> bool:
+    """Whether a word is meant as a flag: -1 and -.5 are numbers, and - alone is none."""
+    return re.match(r"--?[A-Za-z]", word) is not None
+
+
+def boolean(flag: Flag, spelled: str, words: list[str], equals: bool) -> bool:
+    if equals or (words and words[-1].lower() in TRUTH_VALUES):
+        raise UserError(
+            f"{spelled} takes no value, such as {words[-1]}: write {flag.spelled} or {flag.negated}"
+        )
+    return spelled == flag.spelled
+
+
+def following(words: list[str], several: bool) -> list[str]:
+    """Takes the value that comes next, or all values up to the next flag, from the end of `words`."""
+    found: list[str] = []
+    while words and not is_flag(words[-1]) and (several or not found):
+        found.append(words.pop())
+    return found
+
+
+def taken(flag: Flag, words: list[str]) -> Any:
+    """What these words give a flag that takes values, as yet without its type."""
+    if not words:
+        raise UserError(
+            f"{flag.spelled} is given without a value: write {flag.spelled} {flag.metavar}, or "
+            f"{flag.spelled}=VALUE where the value begins with a dash"
+        )
+    if flag.is_list:
+        return words
+    [word] = words
+    if flag.kind is float:
+        check_underflow(word, flag.spelled)
+    return None if flag.nullable and word == "None" else word
+
+
+def check_underflow(word: str, name: str) -> float:
+    """The number that `word` writes. Raises UserError where it is not 0 but too small to be held."""
+    try:
+        value = float(word)
+    except ValueError:
+        return 0.0  # the check of the type will say so
+    if value == 0 and re.search(r"[1-9]", re.split("[eE]", word)[0]):
+        raise UserError(
+            f"{name} is {word}, which is too small for a number and would be taken as 0; write 0 to mean 0"
+        )
+    return value
+
+
+def table(rows: list[tuple[str, str]], width: int, column: int = 30) -> str:
+    """Two columns, of which the second is wrapped; where the first is long, the second begins below it."""
+    lines = []
+    for left, right in rows:
+        text = textwrap.wrap(right, max(width - column, 30), break_long_words=False, break_on_hyphens=False)
+        if len(left) + 4 > column or not text:
+            lines.append(f"  {left}")
+        else:
+            lines.append(f"  {left:{column - 2}}{text.pop(0)}")
+        lines += [" " * column + line for line in text]
+    return "\n".join(lines)
+
+
+def options(cls: Any, argv: Sequence[str], prog: str, description: str | None = None) -> Any:
+    """An instance of a pydantic dataclass, or of one of a union of them (subcommands), from flags.
+
+    Raises UserError; `--help` and `-h` print and exit with 0.
+    """
+    if is_union(cls):
+        return subcommand(typing.get_args(cls), argv, prog, description or "")
+    parser = Parser(prog, description or cls.__doc__ or "", [Group("flags", flags_of(cls))])
+    return checked(cls, parser.parse(argv))
+
+
+def subcommand(classes: Sequence[type], argv: Sequence[str], prog: str, description: str) -> Any:
+    """An instance of the class whose name the first word is: `to-hf` is ToHf."""
+    commands = {re.sub(r"(?<!^)([A-Z])", r"-\1", cls.__name__).lower(): cls for cls in classes}
+    word = argv[0] if argv else ""
+    if word in HELP:
+        rows = [(name, " ".join((cls.__doc__ or "").split())) for name, cls in commands.items()]
+        listed = table(rows, min(shutil.get_terminal_size().columns, 120))
+        print(
+            f"usage: {prog} COMMAND [flags]\n\n{description.strip()}\n\ncommands:\n{listed}\n\n"
+            f"{prog} COMMAND --help lists the flags of a command."
+        )
+        raise SystemExit(0)
+    if word not in commands:
+        said = (
+            f"there is no command {word}{did_you_mean(word, commands)}" if word else "a command must be named"
+        )
+        raise UserError(f"{said}; the commands are {', '.join(commands)}")
+    return options(commands[word], argv[1:], f"{prog} {word}")
+
+
+def checked(cls: type[T], values: dict[str, Any]) -> T:
+    """The dataclass with these values, of which words from a command line are read as the types they stand for."""
+    try:
+        return TypeAdapter(cls).validate_python(values, strict=False)
+    except ValidationError as e:
+        raise UserError("; ".join(explain(error, flag=True) for error in e.errors())) from None
+
+
+def explain(error: dict, flag: bool = False) -> str:
+    """One of pydantic's errors as a clause that names the field, the fault and what is allowed."""
+    message = error["msg"].removeprefix("Value error, ")
+    if not error["loc"]:  # of the whole dataclass, whose own check names its fields
+        return message
+    name = str(error["loc"][0])
+    name = "--" + name.replace("_", "-") if flag else name
+    if error["type"] == "missing":
+        return f"{name} must be given"
+    expected = error.get("ctx", {}).get("expected", "")
+    allowed = ALLOWED.get(error["type"].split("_")[0]) or expected
+    hint = did_you_mean(str(error["input"]), re.findall(r"'(.*?)'", str(expected)))
+    if allowed:
+        return f"{name} is {error['input']!r}, but it must be {allowed}{hint}"
+    return f"{name} is {error['input']!r}, but {message[0].lower()}{message[1:]}"
+
+
+def run(main: Callable[[Sequence[str]], None], *, result_is_printed: bool = True) -> NoReturn:
+    """Runs a command and ends the process: 0, 2 after a user's mistake, 130 after Ctrl-C; no traceback for either.
+
+    result_is_printed: whether output that could not be written (a full disk) is a failure, too. A reader that has
+    left, as `head` does, never is one.
+    """
+    outputs = forgive_output()
+    code: Any = 0
+    try:
+        main(sys.argv[1:])
+    except UserError as e:
+        print(f"error: {e}", file=sys.stderr)
+        code = EXIT_MISTAKE
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        code = EXIT_INTERRUPTED
+    except SystemExit as e:
+        code = e.code
+    sys.stdout.flush()
+    lost = outputs[0].lost
+    if result_is_printed and not code and lost and not isinstance(lost, BrokenPipeError):
+        print(f"error: standard output cannot be written: {lost.strerror}", file=sys.stderr)
+        code = EXIT_MISTAKE
+    raise SystemExit(code)
+
+
+class Forgiving(io.FileIO):
+    """What nobody takes any more (a closed pipe, a full disk) is dropped; `lost` is why, the first time."""
+
+    lost: OSError | None = None
+
+    def write(self, data) -> int:
+        try:
+            written = super().write(data)
+        except OSError as e:
+            self.lost = self.lost or e
+            return len(data)
+        return len(data) if written is None else written  # None: a pipe that does not wait, and is full
+
+
+def forgive_output() -> list[Forgiving]:
+    """From here on printing never raises, so that the exit code tells of the work and not of its listeners.
+
+    What the terminal cannot show is escaped. For the whole process: a program calls it when it begins.
+    """
+    outputs = []
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        encoding = getattr(getattr(sys, name), "encoding", None)
+        if getattr(sys, name) is None:  # closed; the next file to be opened must not take its place
+            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+        raw = Forgiving(descriptor, "w", closefd=False)
+        stream = io.TextIOWrapper(
+            io.BufferedWriter(raw), encoding, errors="backslashreplace", line_buffering=True
+        )
+        setattr(sys, name, stream)
+        outputs.append(raw)
+    return outputs
