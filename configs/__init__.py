@@ -109,9 +109,9 @@ class RunConfig:
     probe_interval: int = 250
     """Steps between closer looks (attention, angles, gradients of the stream), also at 0 and at the end; 0: never."""
     max_loss_rise: float = 3.0
-    """A loss, after the warm-up, so many nats above the lowest logged one is reported and kept for --replay; 0: none."""
+    """Report, and keep for --replay, a loss so much above the lowest logged one after the warm-up; 0: never."""
     max_rise_steps: int = 100
-    """Stop when the loss has stayed so high for so many steps; 1 stops at once, 0 never. Not finite: always at once."""
+    """Stop when the loss has stayed so high for so many steps; 1: at once, 0: never. Not finite is always at once."""
     eval_interval: int = 250
     """Steps between evaluations; the last step is always evaluated."""
     eval_tokens: int = 100_000

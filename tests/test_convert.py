@@ -20,8 +20,7 @@ from tools import convert, sample
 from tools.interchange import resolved
 from tools.vocabulary import merges, recognize, tokenizer_files
 from training import checkpoint
-from training.checkpoint import load_model
-from training.model_file import about, model_weights, read_about, save_model
+from training.checkpoint import about, load_model, model_weights, read_about, save_model
 
 
 @pytest.fixture

@@ -15,8 +15,7 @@ from model import GPT, ModelConfig
 from tools import convert, sample
 from tools.interchange import FAMILIES, their_weights
 from tools.vocabulary import recognize, tokenizer_files
-from training.checkpoint import load_model
-from training.model_file import about, model_weights, read_model, save_model
+from training.checkpoint import about, load_model, model_weights, read_model, save_model
 
 transformers = pytest.importorskip("transformers", reason="transformers is an extra of development only")
 

@@ -40,8 +40,8 @@ from data import Dataset, open_dataset
 from tools import throughput
 from tools.output import say
 from training.clock import flops_per_token, peak_flops
-from training.dataset import open_data
-from training.runtime import Runtime, accumulation, choose_device, start
+from training.parallel import Runtime
+from training.setup import accumulation, choose_device, open_data, start
 from training.trainer import Trainer
 
 WARM_UP = 3  # optimizer steps before the first round

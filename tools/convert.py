@@ -47,8 +47,16 @@ from tools.interchange import (
 )
 from tools.output import say
 from tools.vocabulary import FILES, SIZES, recognize, tokenizer_files
-from training.checkpoint import find, load_model, writing
-from training.model_file import check_weights, model_weights, read_about, save_model, save_tensors
+from training.checkpoint import (
+    check_weights,
+    find,
+    load_model,
+    model_weights,
+    read_about,
+    save_model,
+    save_tensors,
+    writing,
+)
 
 OF_A_RUN = ("dropout", "dtype", "residual_dtype", "kernel")  # fields that do not say which model it is
 Source = tyro.conf.Positional[str]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from base.cli import UserError
 from model import GPT, ModelConfig
-from training.model_file import model_weights
+from training.checkpoint import model_weights
 
 Weights = dict[str, Tensor]
 

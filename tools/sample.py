@@ -18,9 +18,8 @@ from configs import STRICT, command_line, require, user_error
 from data import load_tokenizer
 from model import GPT
 from tools.output import say
-from training.checkpoint import find, load_model
-from training.model_file import read_about
-from training.runtime import choose_device
+from training.checkpoint import find, load_model, read_about
+from training.setup import choose_device
 
 LENGTHS = 64  # contexts are filled up to multiples of this
 

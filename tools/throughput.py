@@ -13,8 +13,7 @@ import torch
 
 from base.cli import UserError
 from configs import Config, replace
-from training.dataset import open_data
-from training.runtime import start
+from training.setup import open_data, start
 from training.trainer import Trainer
 
 REFERENCE = "layernorm pre"

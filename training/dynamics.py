@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from model import GPT, Norm
 from training.metrics import branch_names, part_names
-from training.runtime import Runtime
+from training.parallel import Runtime
 
 
 def parts(model: GPT) -> Iterator[tuple[str, nn.Parameter, str]]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from data import EvalWindows
 from model import GPT, Norm
-from training.dynamics import PartNorms, fetch, is_shard, local, mean_square, named
+from training.dynamics import PartNorms, fetch, is_shard, local, mean_square
 from training.metrics import branch_names, depth_names
 
 PROBE_WINDOWS = 4

@@ -17,7 +17,12 @@ from data import EvalWindows, TrainBatches
 from data.batches import GOLDEN
 from data.dataset import Dataset
 from model import GPT
-from training.distributed import (
+from training.checkpoint import model_weights
+from training.dynamics import Observed, PartNorms, named
+from training.metrics import depth_names, part_names
+from training.optimizer import learning_rate, make_optimizer
+from training.parallel import (
+    Runtime,
     assign,
     pool_statistics,
     recompute,
@@ -27,11 +32,7 @@ from training.distributed import (
     synchronized,
     whole,
 )
-from training.dynamics import Observed, PartNorms, named
-from training.metrics import depth_names, part_names
-from training.model_file import model_weights
-from training.optimizer import learning_rate, make_optimizer
-from training.runtime import Runtime, accumulation
+from training.setup import accumulation
 
 SCALE_START, SCALE_INTERVAL = 2.0**16, 2000
 MOMENTS = (set(), {"step", "exp_avg", "exp_avg_sq"}, {"momentum_buffer"})  # of no step yet, AdamW, Muon
@@ -106,6 +107,16 @@ class Trainer:
             observed.compile()
         return observed, replicate(observed, self.runtime) if several and not fsdp else observed
 
+    @property
+    def tokens_per_step(self) -> int:
+        return self.config.optim.batch_size * self.block_size
+
+    def unigram_entropy(self) -> float:
+        """Of the validation windows, in nats: the loss of a model that knows how often each token comes."""
+        tokens, _ = self.windows.batch(range(len(self.windows)))
+        share = tokens.flatten().bincount().double() / tokens.numel()
+        return torch.special.entr(share).sum().item()
+
     def rows(self, micro_step: int) -> range:
         """This process's rows of the global batch in one micro-batch."""
         first = (micro_step * self.runtime.world + self.runtime.rank) * self.micro_batch
@@ -117,7 +128,7 @@ class Trainer:
         return [t.to(self.runtime.device) for t in tensors]
 
     def step(self, index: int, watch: bool) -> dict[str, Tensor | float]:
-        """One optimizer step, the `index`-th counted from 0; its metrics by name, on the device, all of them if `watch`.
+        """One optimizer step, the `index`-th counted from 0; its metrics by name, on the device, all if `watch`.
 
         A metric of each step is one line here. A step that fails changes nothing, and neither does any after it: their
         metric `diverged` is 1, and `failed_step` is its index. So it is with the first step of a spike, `spike` and
@@ -180,9 +191,8 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(index, self.config.optim)
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
         self.scale.update(bad, hold=self.held)
-        self.restore_statistics()
+        self.clear()
 
     def judge(self, index: int, loss: Tensor, overflow: Tensor, stream_squares: Tensor | None) -> None:
         """Notes, on the device, whether this step fails or begins a spike, unless one before it has."""
@@ -199,8 +209,9 @@ class Trainer:
         self.high_steps.copy_(torch.where(self.held, self.high_steps, high_steps))
 
     @torch.no_grad()
-    def restore_statistics(self) -> None:
-        """Puts running statistics, which a forward moves, back to before the last `gradient` if the step is held."""
+    def clear(self) -> None:
+        """Drops the gradient; if the step is held, running statistics, which `gradient` moves, are as before it."""
+        self.optimizer.zero_grad(set_to_none=True)
         for now, before in zip(self.statistics, self.statistics_before, strict=True):
             now.copy_(torch.where(self.held, before, now))
 
