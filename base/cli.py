@@ -26,11 +26,12 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
-from pydantic import AfterValidator, ConfigDict, TypeAdapter, ValidationError
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import PydanticKnownError
 
 EXIT_MISTAKE, EXIT_INTERRUPTED = 2, 130
 STRICT = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
+Count = Annotated[int, Field(ge=1, lt=2**31)]
 HELP = ("-h", "--help")
 TRUTH_VALUES = ("true", "false", "yes", "no", "on", "off", "1", "0")  # which a flag does not take
 ALLOWED = {  # by the beginning of pydantic's name for a mistake
@@ -38,17 +39,24 @@ ALLOWED = {  # by the beginning of pydantic's name for a mistake
     "float": "a number, such as 0.001",
     "bool": "true or false",
     "string": "text",
+    "finite": "a finite number",
 }
+BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 
 class UserError(ValueError):
     """A user's mistake or a broken file: one sentence that says what is wrong, where, and what is allowed."""
 
 
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The known name that `name` may have been meant to be, or an empty string."""
+    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=0.7)), "")
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """`" (did you mean x?)"` for the known name nearest to `name`, or an empty string."""
-    nearest = difflib.get_close_matches(name, list(known), n=1, cutoff=0.7)
-    return f" (did you mean {nearest[0]}?)" if nearest else ""
+    meant = nearest(name, known)
+    return f" (did you mean {meant}?)" if meant else ""
 
 
 def require(condition: bool, message: str) -> None:
@@ -138,19 +146,31 @@ class Flag:
         return left.strip(), self.help + (f" (default: {shown})" if shown else "")
 
 
-def flags_of(cls: type, defaults: Any = None) -> list[Flag]:
+def flags_from(cls: type, defaults: Any = None) -> list[Flag]:
     """The flags of a pydantic dataclass; `defaults`, an instance, has other defaults than the class."""
     flags = []
     for name, field in cls.__pydantic_fields__.items():
         kinds = typing.get_args(field.annotation) if is_union(field.annotation) else (field.annotation,)
-        given = [kind for kind in kinds if kind is not types.NoneType]
+        given = [unannotated(kind) for kind in kinds if kind is not types.NoneType]
         required = field.is_required() and defaults is None
         default = getattr(defaults, name, None) if defaults else field.get_default(call_default_factory=True)
-        about = " ".join((field.description or "").split())
+        about = " ".join(description(cls, name).split())
         flags.append(
             Flag(name, given[0], len(given) < len(kinds), default, required, about, tuple(field.metadata))
         )
     return flags
+
+
+def description(cls: type, name: str) -> str:
+    """The docstring of a field. pydantic finds it in the class that defines the field, not in one that inherits it."""
+    fields = [
+        owner.__pydantic_fields__.get(name) for owner in cls.__mro__ if hasattr(owner, "__pydantic_fields__")
+    ]
+    return next((field.description for field in fields if field and field.description), "")
+
+
+def unannotated(kind: Any) -> Any:
+    return typing.get_args(kind)[0] if typing.get_origin(kind) is Annotated else kind
 
 
 def is_union(annotation: Any) -> bool:
@@ -182,11 +202,11 @@ class Parser:
                 print(self.help(short=word == "-h"))
                 raise SystemExit(0)
         values: dict[str, Any] = {}
-        words, places = list(reversed(argv)), list(self.positionals)
+        words = list(reversed(argv))
         while words:
             word = words.pop()
             if not is_flag(word):
-                self.place(word, words, places, values)
+                self.place(word, values)
                 continue
             spelled, equals, value = word.partition("=")
             spelled = spelled.replace("_", "-")
@@ -207,14 +227,20 @@ class Parser:
             raise UserError(f"{' and '.join(missing)} must be given; --help explains")
         return values
 
-    def place(self, word: str, words: list[str], places: list[Flag], values: dict) -> None:
-        """Takes a word that stands alone, and for a list the words after it."""
-        if not places:
+    def place(self, word: str, values: dict[str, Any]) -> None:
+        """Takes a word that stands alone."""
+        if not self.positionals:
             raise UserError(
                 f"{word} is neither a flag nor a value that its flag takes; --help lists what there is"
             )
-        flag = places.pop(0)
-        values[flag.name] = taken(flag, [word, *(following(words, True) if flag.is_list else [])])
+        for flag in self.positionals:
+            if flag.is_list:
+                values[flag.name] = [*values.get(flag.name, []), word]
+                return
+            if flag.name not in values:
+                values[flag.name] = word
+                return
+        raise UserError(f"{flag.name} is given twice, {values[flag.name]} and {word}; one is allowed")
 
     def help(self, short: bool = False) -> str:
         """What --help prints; -h leaves out all but the first group."""
@@ -261,22 +287,17 @@ def taken(flag: Flag, words: list[str]) -> Any:
     if flag.is_list:
         return words
     [word] = words
-    if flag.kind is float:
-        check_underflow(word, flag.spelled)
+    if flag.kind is float and underflows(word):
+        raise UserError(f"{flag.spelled} is {word}, which is too small for a number and would be taken as 0")
     return None if flag.nullable and word == "None" else word
 
 
-def check_underflow(word: str, name: str) -> float:
-    """The number that `word` writes. Raises UserError where it is not 0 but too small to be held."""
+def underflows(word: str) -> bool:
+    """Whether `word` writes a number other than 0 that is too small to be held as one."""
     try:
-        value = float(word)
+        return float(word) == 0 and re.search("[1-9]", re.split("[eE]", word)[0]) is not None
     except ValueError:
-        return 0.0  # the check of the type will say so
-    if value == 0 and re.search(r"[1-9]", re.split("[eE]", word)[0]):
-        raise UserError(
-            f"{name} is {word}, which is too small for a number and would be taken as 0; write 0 to mean 0"
-        )
-    return value
+        return False
 
 
 def table(rows: list[tuple[str, str]], width: int, column: int = 30) -> str:
@@ -299,7 +320,8 @@ def options(cls: Any, argv: Sequence[str], prog: str, description: str | None = 
     """
     if is_union(cls):
         return subcommand(typing.get_args(cls), argv, prog, description or "")
-    parser = Parser(prog, description or cls.__doc__ or "", [Group("flags", flags_of(cls))])
+    flags = sorted(flags_from(cls), key=lambda flag: not flag.required)
+    parser = Parser(prog, description or cls.__doc__ or "", [Group("flags", flags)])
     return checked(cls, parser.parse(argv))
 
 
@@ -340,12 +362,15 @@ def explain(error: dict, flag: bool = False) -> str:
     name = "--" + name.replace("_", "-") if flag else name
     if error["type"] == "missing":
         return f"{name} must be given"
-    expected = error.get("ctx", {}).get("expected", "")
-    allowed = ALLOWED.get(error["type"].split("_")[0]) or expected
-    hint = did_you_mean(str(error["input"]), re.findall(r"'(.*?)'", str(expected)))
+    context = error.get("ctx", {})
+    expected = context.get("expected", "")
+    bounds = [f"{BOUNDS[key]} {bound:.10g}" for key, bound in context.items() if key in BOUNDS]
+    allowed = "".join(bounds) or expected or ALLOWED.get(error["type"].split("_")[0])
+    hint = did_you_mean(str(error["input"]), re.findall(r"'(.*?)'", expected))
+    shown = error["input"] if flag else repr(error["input"])
     if allowed:
-        return f"{name} is {error['input']!r}, but it must be {allowed}{hint}"
-    return f"{name} is {error['input']!r}, but {message[0].lower()}{message[1:]}"
+        return f"{name} is {shown}; it must be {allowed}{hint}"
+    return f"{name} is {shown}; {message[0].lower()}{message[1:]}"
 
 
 def run(main: Callable[[Sequence[str]], None], *, result_is_printed: bool = True) -> NoReturn:
@@ -361,8 +386,8 @@ def run(main: Callable[[Sequence[str]], None], *, result_is_printed: bool = True
     except UserError as e:
         print(f"error: {e}", file=sys.stderr)
         code = EXIT_MISTAKE
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+    except KeyboardInterrupt as e:
+        print("; ".join(["interrupted", *map(str, e.args)]), file=sys.stderr)
         code = EXIT_INTERRUPTED
     except SystemExit as e:
         code = e.code

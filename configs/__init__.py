@@ -10,7 +10,6 @@ place, what is wrong and what is allowed.
 import dataclasses
 import itertools
 import json
-import math
 import os
 import re
 import sys
@@ -19,65 +18,64 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import tyro
-from pydantic import ConfigDict, ValidationError
+from pydantic import Field, ValidationError
 from pydantic.dataclasses import dataclass
 
-from base.cli import UserError, did_you_mean
+from base.cli import (
+    HELP,
+    STRICT,
+    Count,
+    Group,
+    Parser,
+    Positional,
+    UserError,
+    checked,
+    did_you_mean,
+    explain,
+    flags_from,
+    nearest,
+    require,
+    underflows,
+)
 from data import DataConfig
 from data.command_line import read_flags
 from model import ModelConfig
 
-STRICT = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
-
-
-def require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)
+Interval = Annotated[int, Field(ge=0)]
+Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 @dataclass(frozen=True, config=STRICT)
 class OptimConfig:
     """What one optimizer step does, and how many there are."""
 
-    max_iters: int = 600_000
+    max_iters: Count = 600_000
     """Optimizer steps of the whole run."""
-    batch_size: int = 12
+    batch_size: Count = 12
     """Sequences per optimizer step, over all processes."""
-    micro_batch_size: int | None = None
+    micro_batch_size: Count | None = None
     """Sequences one process runs at once; the rest is accumulated. All of its share if not given."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """adamw, or muon for the branches' matrices and adamw for the rest; at the same lr. Only matrices decay."""
-    lr: float = 6e-4
+    lr: Amount = 6e-4
     """Peak learning rate."""
-    min_lr: float = 6e-5
+    min_lr: Amount = 6e-5
     """Learning rate at the end."""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     """After the warm-up: half a cosine, flat with a linear decay over the last fifth (wsd), or flat."""
-    warmup_iters: int = 100
+    warmup_iters: Interval = 100
     """Steps of linear warm-up."""
-    weight_decay: float = 0.1
+    weight_decay: Amount = 0.1
     """Decoupled decay of matrices; norms, biases and positions have none."""
-    beta1: float = 0.9
+    beta1: Decay = 0.9
     """Adam's decay of the mean."""
-    beta2: float = 0.95
+    beta2: Decay = 0.95
     """Adam's decay of the mean square."""
-    grad_clip: float = 1.0
+    grad_clip: Amount = 1.0
     """Largest global gradient norm; 0 does not clip."""
 
     def __post_init__(self):
-        for name in ("max_iters", "batch_size", "micro_batch_size"):
-            value = getattr(self, name)
-            require(
-                value is None or 1 <= value < 2**31,
-                f"{name} is {value}; it must be at least 1 and below 2^31",
-            )
-        for name in ("lr", "min_lr", "weight_decay", "grad_clip", "warmup_iters"):
-            value = getattr(self, name)
-            require(0 <= value < math.inf, f"{name} is {value}; it must be a number not below 0")
-        for name in ("beta1", "beta2"):
-            value = getattr(self, name)
-            require(0 <= value < 1, f"{name} is {value}; it must be at least 0 and below 1")
         require(
             self.warmup_iters < self.max_iters or self.warmup_iters == 0,
             f"warmup_iters {self.warmup_iters} is not shorter than max_iters {self.max_iters}; "
@@ -94,7 +92,7 @@ class RunConfig:
     """Folder of all runs."""
     run_name: str = ""
     """Folder of this run under out_dir; the recipe's name if not given, and "auto" numbers it if taken."""
-    seed: int = 1337
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 1337
     """Fixes the initialization, the order of the data and dropout."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """auto takes cuda, else mps, else cpu."""
@@ -104,23 +102,23 @@ class RunConfig:
     """Compute the inside of every branch again in backward instead of keeping it: slower, and less memory."""
     parallel: Literal["ddp", "fsdp"] = "ddp"
     """How several processes (torchrun) share the work: a copy each, or sharded parameters."""
-    log_interval: int = 10
+    log_interval: Count = 10
     """Steps between rows of metrics."""
-    probe_interval: int = 250
+    probe_interval: Interval = 250
     """Steps between closer looks (attention, angles, gradients of the stream), also at 0 and at the end; 0: never."""
-    max_loss_rise: float = 3.0
+    max_loss_rise: Amount = 3.0
     """Report, and keep for --replay, a loss so much above the lowest logged one after the warm-up; 0: never."""
-    max_rise_steps: int = 100
+    max_rise_steps: Interval = 100
     """Stop when the loss has stayed so high for so many steps; 1: at once, 0: never. Not finite is always at once."""
-    eval_interval: int = 250
+    eval_interval: Count = 250
     """Steps between evaluations; the last step is always evaluated."""
-    eval_tokens: int = 100_000
+    eval_tokens: Count = 100_000
     """Validation tokens, in fixed windows."""
-    checkpoint_interval: int = 1000
+    checkpoint_interval: Count = 1000
     """Steps between checkpoints; one more at the beginning, the end and every best validation loss."""
-    checkpoint_minutes: float = 30.0
+    checkpoint_minutes: Amount = 30.0
     """A checkpoint also after so many minutes without one; 0 counts steps only."""
-    keep_checkpoints: int = 2
+    keep_checkpoints: Count = 2
     """Newest checkpoints to keep beside the best one."""
     wandb: Literal["offline", "online", "disabled"] = "offline"
     """offline writes OUT/wandb without an account; look with `wandb leet`, upload with `wandb sync`."""
@@ -128,19 +126,6 @@ class RunConfig:
     """Project in wandb."""
 
     def __post_init__(self):
-        for name in (
-            "log_interval",
-            "eval_interval",
-            "eval_tokens",
-            "checkpoint_interval",
-            "keep_checkpoints",
-        ):
-            value = getattr(self, name)
-            require(value >= 1, f"{name} is {value}; it must be at least 1")
-        for name in ("checkpoint_minutes", "probe_interval", "max_loss_rise", "max_rise_steps"):
-            value = getattr(self, name)
-            require(0 <= value < math.inf, f"{name} is {value}; it must be a number not below 0")
-        require(0 <= self.seed < 2**63, f"seed is {self.seed}; it must be from 0 to 2^63 - 1")
         require(
             re.fullmatch(r"[\w.+=-]*", self.run_name) is not None and self.run_name not in (".", ".."),
             f"run_name {self.run_name!r} must be a plain folder name (letters, digits and . _ + = -)",
@@ -182,22 +167,73 @@ GRID = "grid"  # a table of lists that tools.study reads, and a single run leave
 OWNER = {f.name: section for section, cls in SECTIONS.items() for f in dataclasses.fields(cls)}
 
 
-def load_config(argv: Sequence[str], prog: str = "train.py") -> Config:
-    """The configuration that a command line asks for. Raises UserError; `--help` exits with 0."""
-    paths = [a for a in argv if a.endswith(".toml") and not a.startswith("-")]
-    if len(paths) > 1:
-        raise UserError(f"{len(paths)} recipe files are named ({', '.join(paths)}); one is allowed")
-    base = read_recipe(Path(paths[0])) if paths else Config()
-    if "--resume" in argv and paths:
-        base = at_its_place(base, Path(paths[0]))
-    flags = parse_flags([a for a in argv if a not in paths], base, prog)
-    config = validate(flags, "on the command line")
-    name, stem = config.run.run_name, Path(paths[0]).stem if paths else "run"
+NORMALIZATION = (
+    "norm",
+    "placement",
+    "qk_norm",
+    "norm_eps",
+    "embed_norm",
+    "residual_scale",
+    "bias",
+    "residual_dtype",
+    "kernel",
+)  # the fields that --help shows first, and -h alone
+DESCRIPTION = """Train a small GPT and record what its normalization does inside.
+
+  python train.py configs/quickstart.toml
+  python train.py configs/quickstart.toml --norm rmsnorm --placement sandwich --qk-norm head --run-name sandwich
+  python train.py configs/quickstart.toml --run-name sandwich --resume
+  torchrun --nproc-per-node 8 train.py configs/gpt2_124m.toml
+
+Flags override the recipe, and the recipe overrides the defaults. The defaults shown are those of the recipe that
+is named beside --help."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class Recipe:
+    recipe: Positional[str] = ""
+    """A TOML file, such as configs/quickstart.toml."""
+
+
+def load_config(argv: Sequence[str], prog: str = "python train.py") -> Config:
+    """The configuration that a command line asks for. Raises UserError; `--help` and `-h` exit with 0."""
+    shown = Config()
+    if not set(HELP).isdisjoint(argv):
+        shown = next((read_recipe(word) for word in argv if is_recipe(word)), shown)
+    words = parser(prog, shown).parse(argv)
+    recipe = words.pop("recipe", "")
+    config = read_recipe(recipe) if recipe else Config()
+    if recipe and "resume" in words:
+        config = at_its_place(config, Path(recipe))
+    config = with_flags(config, words)
+    name, stem = config.run.run_name, Path(recipe).stem if recipe else "run"
     if name == "auto":
         if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
             raise UserError("--run-name auto: a restart by torchrun could not find its run; give it a name")
         name = free_name(Path(config.run.out_dir), stem)
     return replace(config, "run", run_name=name or stem)
+
+
+def parser(prog: str, shown: Config) -> Parser:
+    """Of all flags, with the values of `shown` as defaults in its help."""
+    flags = {section: flags_from(cls, getattr(shown, section)) for section, cls in SECTIONS.items()}
+    first = [flag for name in NORMALIZATION for flag in flags["model"] if flag.name == name]
+    flags["model"] = [flag for flag in flags["model"] if flag not in first]
+    groups = [Group("normalization", [*flags_from(Recipe), *first])]
+    return Parser(prog, DESCRIPTION, groups + [Group(section, found) for section, found in flags.items()])
+
+
+def with_flags(config: Config, words: dict[str, Any]) -> Config:
+    """The configuration with these values from a command line over its own, checked."""
+    sections = {}
+    for section, cls in SECTIONS.items():
+        given = {name: word for name, word in words.items() if OWNER[name] == section}
+        try:
+            sections[section] = checked(cls, vars(getattr(config, section)) | given)
+            check_printable(sections[section])
+        except UserError as e:
+            raise UserError(f"on the command line: {e}") from None
+    return Config(**sections)
 
 
 def at_its_place(config: Config, file: Path) -> Config:
@@ -219,7 +255,7 @@ def replace(config: Config, section: str, **changes: Any) -> Config:
     try:
         changed = dataclasses.replace(getattr(config, section), **changes)
     except ValidationError as e:
-        raise UserError("; ".join(explain(error, section) for error in e.errors())) from None
+        raise UserError(clauses(e, section)) from None
     return dataclasses.replace(config, **{section: changed})
 
 
@@ -235,90 +271,82 @@ def flags_of(values: dict[str, Any]) -> list[str]:
     return words
 
 
-def read_recipe(path: Path) -> Config:
+def is_recipe(word: str) -> bool:
+    return word.lower().endswith(".toml") and not word.startswith("-")
+
+
+def read_recipe(name: str) -> Config:
+    """The configuration in a recipe over the defaults. Raises UserError."""
+    path = Path(name)
+    known = {recipe.stem: recipe for recipe in sorted(Path("configs").glob("*.toml"))}
+    meant = known.get(nearest(path.stem, known))
+    hint = f" (did you mean {meant}?)" if meant else ""
+    if not is_recipe(name):
+        raise UserError(f"{name} is no recipe, which is a file with the ending .toml{hint}")
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        tables = tomllib.loads(path.read_text(encoding="utf-8-sig"), parse_float=number)
     except FileNotFoundError:
-        known = sorted(str(p) for p in Path("configs").glob("*.toml"))
-        raise UserError(f"{path} does not exist{did_you_mean(str(path), known)}") from None
+        raise UserError(f"{name} does not exist{hint}") from None
     except RecursionError:
-        raise UserError(f"{path} cannot be read: its arrays are nested too deeply") from None
+        raise UserError(f"{name} cannot be read: its arrays are nested too deeply") from None
     except (OSError, ValueError) as e:  # of TOML, of UTF-8, of a number with thousands of digits
-        raise UserError(f"{path} cannot be read: {e}") from None
-    for key in table.keys() & OWNER.keys():
-        raise UserError(f"{path}: {key} stands outside a table; put it under [{OWNER[key]}]")
-    return validate(table, str(path))
+        raise UserError(f"{name} cannot be read: {e}") from None
+    for key in tables.keys() & OWNER.keys():
+        raise UserError(f"{name}: {key} stands outside a table; put it under [{OWNER[key]}]")
+    return validate(tables, name)
 
 
-def validate(table: dict, place: str) -> Config:
+def number(word: str) -> float:
+    require(not underflows(word), f"{word} is too small for a number and would be taken as 0")
+    return float(word)
+
+
+def validate(tables: dict, place: str) -> Config:
     """The configuration that the tables describe, on top of the defaults."""
-    unknown = [key for key in table if key not in SECTIONS and key != GRID]
+    unknown = [key for key in tables if key not in SECTIONS and key != GRID]
     if unknown:
         hint = did_you_mean(unknown[0], SECTIONS)
         raise UserError(f"{place}: unknown table [{unknown[0]}]{hint}; the tables are {', '.join(SECTIONS)}")
     sections = {}
     for name, cls in SECTIONS.items():
-        values = table.get(name, {})
+        values = tables.get(name, {})
         if not isinstance(values, dict):
             raise UserError(f"{place}: {name} is {values!r}, but it is a table, written [{name}]")
         try:
             sections[name] = cls(**({"vocab_size": 0} if name == "model" else {}) | values)
+            check_printable(sections[name])
         except ValidationError as e:
-            raise UserError(f"{place}: " + "; ".join(explain(err, name) for err in e.errors())) from None
-        for key, value in vars(sections[name]).items():
-            if isinstance(value, str) and not value.isprintable():
-                raise UserError(f"{place}: {key} is {value!r}, which holds characters that cannot be printed")
+            raise UserError(f"{place}: {clauses(e, name)}") from None
+        except UserError as e:
+            raise UserError(f"{place}: {e}") from None
     return Config(**sections)
 
 
-def explain(error: dict, section: str) -> str:
-    """One of pydantic's errors as a clause that names the field, the fault and what is allowed."""
-    if error["type"] == "value_error":
-        return error["msg"].removeprefix("Value error, ")
-    name = str(error["loc"][0])
-    if error["type"] == "unexpected_keyword_argument":
-        if name in OWNER:
-            return f"{name} belongs under [{OWNER[name]}], not [{section}]"
-        return f"unknown key {name}{did_you_mean(name, OWNER)}"
-    message = error["msg"][0].lower() + error["msg"][1:]
-    hint = did_you_mean(str(error["input"]), re.findall(r"'(.*?)'", error.get("ctx", {}).get("expected", "")))
-    return f"{name} is {error['input']!r}, but {message}{hint}"
+def check_printable(values: Any) -> None:
+    for key, value in vars(values).items():
+        if isinstance(value, str) and not value.isprintable():
+            raise UserError(f"{key} is {value!r}, which holds characters that cannot be printed")
 
 
-def parse_flags(argv: Sequence[str], base: Config, prog: str) -> dict:
-    """The flags over `base`, as a nested dictionary that is still to be validated."""
-    flags = tyro.conf.OmitArgPrefixes[unchecked(Config, base)]
-    return dataclasses.asdict(read_flags(flags, argv, f"{prog} [RECIPE.toml]", HELP, UserError))
+def clauses(mistake: ValidationError, section: str) -> str:
+    """What is wrong with the values of a section; a key that it does not know is looked for in the others."""
+    found = []
+    for error in mistake.errors():
+        name = str(error["loc"][0]) if error["loc"] else ""
+        if error["type"] != "unexpected_keyword_argument":
+            found.append(explain(error))
+        elif name in OWNER:
+            found.append(f"{name} belongs under [{OWNER[name]}], not [{section}]")
+        else:
+            found.append(f"unknown key {name}{did_you_mean(name, OWNER)}")
+    return "; ".join(found)
 
 
 def command_line(cls: Any, argv: Sequence[str], prog: str, description: str | None = None) -> Any:
-    """An instance of a tool's pydantic dataclass of options from its flags. Raises UserError.
-
-    A union of dataclasses is a choice of subcommands, and wants a description of the tool.
-    """
     try:
         return read_flags(cls, argv, prog, description or cls.__doc__, UserError)
     except ValidationError as e:
-        raise UserError("; ".join(explain(error, "") for error in e.errors())) from None
-
-
-def unchecked(cls: type, values: Any) -> type:
-    """A plain twin of a pydantic dataclass for tyro to fill, so that a flag and a file are checked by one code."""
-    fields = []
-    for f in dataclasses.fields(cls):
-        value = getattr(values, f.name)
-        if dataclasses.is_dataclass(f.type):
-            twin = unchecked(f.type, value)
-            fields.append((f.name, twin, dataclasses.field(default_factory=twin)))
-        else:
-            about = tyro.conf.arg(help=cls.__pydantic_fields__[f.name].description)
-            fields.append((f.name, Annotated[f.type, about], dataclasses.field(default=value)))
-    return dataclasses.make_dataclass(cls.__name__, fields, namespace={"__doc__": cls.__doc__})
-
-
-HELP = """Train a small GPT and record what its normalization does inside, as in
-`python train.py configs/quickstart.toml --norm rmsnorm --placement sandwich --qk-norm head`.
-Values given in RECIPE.toml are shown as defaults here."""
+        raise UserError("; ".join(explain(error) for error in e.errors())) from None
 
 
 def to_toml(config: Config) -> str:

@@ -8,9 +8,11 @@ import pytest
 import torch
 from tiny_runs import recipe as tiny_recipe
 
+from base.cli import UserError
 from configs import load_config
 from tools import against_nanogpt as against
-from tools.against_nanogpt import make_ours, make_peer, summary, with_data
+from tools.against_nanogpt import Peer, summary, with_data
+from tools.profile.steps import steps_of
 
 PEER = '''
 from dataclasses import dataclass
@@ -48,7 +50,7 @@ def checkout(tmp_path):
 @pytest.mark.parametrize("random_tokens", [False, True])
 def test_the_peer_trains_on_our_batches(tmp_path, checkout, random_tokens):
     with with_data(load_config([str(tiny_recipe(tmp_path))]), random_tokens) as config:
-        ours, peer = make_ours(config), make_peer(config, str(checkout))
+        ours, peer = steps_of(config).trainer, Peer(config, str(checkout))
         seen = sys.modules["nanogpt_model"].GPT.seen
         for index in range(2):
             peer.step(index, watch=False)
@@ -60,8 +62,8 @@ def test_the_peer_trains_on_our_batches(tmp_path, checkout, random_tokens):
 
 def test_the_peer_learns(tmp_path, checkout):
     with with_data(load_config([str(tiny_recipe(tmp_path))]), False) as config:
-        peer = make_peer(config, str(checkout))
-        tokens, targets = peer.batches.batch(0, peer.rows(0))
+        peer = Peer(config, str(checkout))
+        tokens, targets = peer.batches.batch(0, range(2))
         before = peer.model(tokens, targets)[1].item()
         for index in range(20):
             peer.step(index, watch=False)
@@ -72,19 +74,18 @@ TIMES = {"ours": [1.0, 2.0, 4.0], "nanogpt": [3.0, 2.0, 8.0]}
 PEAKS = {"ours": 2**30, "nanogpt": 3 * 2**29}
 
 
-def test_the_line_is_by_hand():
-    found = summary(TIMES, PEAKS, "cpu", tokens=128, flops=10)
-    assert found["tokens_per_step"] == 128
-    assert (found["ours"]["tokens_per_s"], found["nanogpt"]["tokens_per_s"]) == (64.0, 128 / 3)
+@pytest.mark.parametrize(("peak", "mfu"), [(None, (None, None)), (4.0, (0.25, 1 / 6))])
+def test_the_line_is_by_hand(monkeypatch, peak, mfu):
+    """Of 16 steps of one token: 2 seconds of ours and 3 of nanoGPT's a step, where the peak is 4 tokens a second."""
+    config = load_config(["--batch-size", "8", "--vocab-size", "5", "--n-layer", "1", "--block-size", "2"])
+    monkeypatch.setattr(against, "flops_per_token", lambda model: 10 * model.config.n_layer)
+    monkeypatch.setattr(against, "peak_flops", lambda device: peak and peak * 80)
+    found = summary(config, TIMES, PEAKS, "a device")
+    assert (found["device"], found["tokens_per_step"]) == ("a device", 16)
+    assert (found["ours"]["tokens_per_s"], found["nanogpt"]["tokens_per_s"]) == (8.0, 16 / 3)
     assert (found["ours"]["peak_gib"], found["nanogpt"]["peak_gib"]) == (1.0, 1.5)
     assert found["ratio"] == {"median": 2.0, "low": 1.5, "high": 2.5}
-    assert found["ours"]["mfu"] is None
-
-
-def test_the_share_of_a_known_peak(monkeypatch):
-    monkeypatch.setattr(against, "peak_flops", lambda device: 64.0 * 10 * 4)
-    found = summary({"ours": [1.0, 2.0, 4.0], "nanogpt": [4.0, 4.0, 4.0]}, PEAKS, "a GPU", 128, 10)
-    assert (found["ours"]["mfu"], found["nanogpt"]["mfu"]) == (0.25, 0.125)
+    assert (found["ours"]["mfu"], found["nanogpt"]["mfu"]) == mfu
 
 
 def test_one_command_prints_one_line(tmp_path, checkout, capsys):
@@ -110,14 +111,12 @@ def test_one_command_prints_one_line(tmp_path, checkout, capsys):
         (("--", "--batch-size", "3", "--micro-batch-size", "2"), "batch_size 3 does not divide"),
     ],
 )
-def test_a_mistake_is_one_sentence(tmp_path, checkout, flags, says, capsys):
+def test_a_mistake_is_one_sentence(tmp_path, checkout, flags, says):
     folder = checkout if flags else tmp_path
-    with pytest.raises(SystemExit) as stopped:
+    with pytest.raises(UserError) as told:
         against.main([str(tiny_recipe(tmp_path)), "--nanogpt", str(folder), *flags])
-    assert stopped.value.code == 2
-    message = capsys.readouterr().err.strip()
-    assert says in message
-    assert "\n" not in message
+    assert says in str(told.value)
+    assert "\n" not in str(told.value)
 
 
 @pytest.mark.parametrize(
@@ -131,15 +130,14 @@ def test_a_mistake_is_one_sentence(tmp_path, checkout, flags, says, capsys):
         (PEER.replace("configure_optimizers", "optimizers"), ": it has no configure_optimizers"),
     ],
 )
-def test_a_model_py_of_another_kind_is_one_sentence(tmp_path, checkout, text, says, capsys):
+def test_a_model_py_of_another_kind_is_one_sentence(tmp_path, checkout, text, says):
     (checkout / "model.py").write_text(text, encoding="utf-8")
-    with pytest.raises(SystemExit) as stopped:
+    with pytest.raises(UserError) as told:
         against.main([str(tiny_recipe(tmp_path)), "--nanogpt", str(checkout)])
-    assert stopped.value.code == 2
-    message = capsys.readouterr().err
-    assert message.startswith(f"error: --nanogpt: {checkout / 'model.py'} is not nanoGPT's model.py")
+    message = str(told.value)
+    assert message.startswith(f"--nanogpt: {checkout / 'model.py'} is not nanoGPT's model.py")
     assert says in message
-    assert message.count("\n") == 1
+    assert "\n" not in message
 
 
 def test_help_says_where_the_flags_of_train_py_go(capsys):

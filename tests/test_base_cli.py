@@ -16,11 +16,15 @@ NORMS = {"layernorm": 1, "rmsnorm": 2}
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class ToHf:
-    """Write a model."""
-
+class Run:
     run: Positional[str]
     """A run's folder."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ToHf(Run):
+    """Write a model."""
+
     out: Annotated[str, Short("-o")]
     """The folder to make."""
     n_layer: int = 12
@@ -48,6 +52,8 @@ class Report:
 
     runs: Positional[tuple[str, ...]]
     """Folders."""
+    open: bool = False
+    """Show them."""
 
 
 COMMAND = ToHf | Report
@@ -71,7 +77,7 @@ def test_words_become_the_types_of_the_fields():
         files=("x", "y"),
         qk_norm="head",
     )
-    assert given("report a b c") == Report(runs=("a", "b", "c"))
+    assert given("report a b --open c") == Report(runs=("a", "b", "c"), open=True)
 
 
 def test_the_last_of_a_repeated_flag_wins_and_numbers_may_be_negative_and_none_is_none():
@@ -87,7 +93,7 @@ def test_the_last_of_a_repeated_flag_wins_and_numbers_may_be_negative_and_none_i
         ("reprot", "there is no command reprot (did you mean report?); the commands are to-hf, report"),
         ("to-hf", "run and --out must be given"),
         ("report", "runs must be given"),
-        ("to-hf a b -o c", "b is neither a flag nor a value that its flag takes"),
+        ("to-hf a b -o c", "run is given twice, a and b; one is allowed"),
         ("to-hf a -o b --nrom x", "unknown flag --nrom (did you mean --norm?)"),
         ("to-hf a -o b --nobias", "unknown flag --nobias (did you mean --no-bias?)"),
         ("to-hf a -o b --bias true", "--bias takes no value, such as true: write --bias or --no-bias"),
@@ -95,16 +101,16 @@ def test_the_last_of_a_repeated_flag_wins_and_numbers_may_be_negative_and_none_i
         ("to-hf a -o b --n-layer", "--n-layer is given without a value: write --n-layer INT"),
         ("to-hf a -o --n-layer 3", "--out is given without a value: write --out OUT"),
         ("to-hf a -o b --files", "--files is given without a value"),
-        ("to-hf a -o b --n-layer 1E3", "--n-layer is '1E3', but it must be a whole number, such as 1000"),
-        ("to-hf a -o b --n-layer 2.5", "--n-layer is '2.5', but it must be a whole number, such as 1000"),
-        ("to-hf a -o b --head-dim x", "--head-dim is 'x', but it must be a whole number, such as 1000"),
-        ("to-hf a -o b --lr fast", "--lr is 'fast', but it must be a number, such as 0.001"),
+        ("to-hf a -o b --n-layer 1E3", "--n-layer is 1E3; it must be a whole number, such as 1000"),
+        ("to-hf a -o b --n-layer 2.5", "--n-layer is 2.5; it must be a whole number, such as 1000"),
+        ("to-hf a -o b --head-dim x", "--head-dim is x; it must be a whole number, such as 1000"),
+        ("to-hf a -o b --lr fast", "--lr is fast; it must be a number, such as 0.001"),
         ("to-hf a -o b --lr 1e-400", "--lr is 1e-400, which is too small for a number"),
         (
             "to-hf a -o b --norm rmsnrm",
-            "--norm is 'rmsnrm', but it must be 'layernorm' or 'rmsnorm' (did you mean rmsnorm?)",
+            "--norm is rmsnrm; it must be 'layernorm' or 'rmsnorm' (did you mean rmsnorm?)",
         ),
-        ("to-hf a -o b --qk-norm haed", "--qk-norm is 'haed', but it must be 'off' or 'head'"),
+        ("to-hf a -o b --qk-norm haed", "--qk-norm is haed; it must be 'off' or 'head'"),
         ("to-hf a -o b --n-layer 0", "n_layer is 0; it must be at least 1"),
     ],
 )

@@ -10,8 +10,8 @@ import pytest
 from dynamics_cases import FLAGS, tiny_data
 
 from configs import load_config
-from tools import logging_cost
-from tools.logging_cost import LoggingCost
+from tools.profile import logging_cost
+from tools.profile.logging_cost import LoggingCost
 from training.probe import Probe
 from training.tracker import Tracker
 from training.trainer import Trainer

@@ -4,16 +4,23 @@ import json
 import subprocess
 import sys
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 from tiny_runs import recipe as tiny_recipe
 from torch.autograd import DeviceType
+from torch.utils.flop_counter import FlopCounterMode
 
+from base import timing
+from base.cli import UserError
 from configs import load_config, replace
-from tools import profile, throughput
-from tools.profile import CLASSES, flops, time_by_class
-from tools.throughput import Steps
+from tools.profile import __main__ as command
+from tools.profile import classes, logging_cost
+from tools.profile import steps as whole_steps
+from tools.profile.classes import CLASSES, flops, time_by_class
+from tools.profile.logging_cost import LoggingCost
+from tools.profile.steps import Steps, steps_of
 from training.clock import flops_per_token
 
 
@@ -26,7 +33,7 @@ def recipe(tmp_path_factory):
 
 
 def steps(recipe, *flags) -> Steps:
-    made = Steps(load_config([str(recipe), *flags]))
+    made = steps_of(load_config([str(recipe), *flags]))
     made()
     return made
 
@@ -35,7 +42,7 @@ def test_the_modes_are_what_train_py_runs(recipe, monkeypatch):
     """--kernel torch, neither flag, and --compile; nothing is compiled before the first step."""
     monkeypatch.setattr("shutil.which", lambda *_: "a compiler")
     config = load_config([str(recipe), "--dtype", "bfloat16", "--kernel", "torch", "--compile"])
-    made = {name: steps.trainer.config for name, steps in profile.modes(config, compiled=True).items()}
+    made = {name: steps.trainer.config for name, steps in classes.modes(config, compiled=True).items()}
     settings = {name: (c.model.kernel, c.run.compile) for name, c in made.items()}
     assert settings == {"torch": ("torch", False), "eager": ("auto", False), "compiled": ("auto", True)}
 
@@ -72,12 +79,12 @@ def test_every_class_takes_a_share_and_tracing_leaves_the_trainer_as_it_was(reci
 def test_backward_counts_as_the_forward_it_belongs_to(recipe):
     """Attention's backward runs bmm, and the norm's a product with a vector: neither is a `matrix product`."""
     made = steps(recipe, "--norm", "rmsnorm", "--dtype", "bfloat16")
-    with profile.marked(made), torch.profiler.profile() as trace:
+    with classes.marked(made), torch.profiler.profile() as trace:
         made()
-    owners = profile.forward_classes(trace.events())
+    owners = classes.forward_classes(trace.events())
     found = {}
     for event in trace.events():
-        found.setdefault(event.name, set()).add(profile.class_of(event, owners))
+        found.setdefault(event.name, set()).add(classes.class_of(event, owners))
     assert found["aten::bmm"] == {"attention"}
     assert found["CpuRMSNormBackward"] == {"norms and joins"}
     assert found["aten::mm"] >= {"matrix products"}
@@ -97,60 +104,111 @@ def test_a_kernel_on_the_gpu_counts_once_and_for_the_operator_that_started_it():
     trace = [around, event("nanonorm::forward", CPU, 3, around), event("kernel of Triton", CUDA, 3)]
     trace += [event("class: norms and joins", CUDA, 9), event("aten::_flash_attention_forward", CPU, 5)]
     trace += [event("aten::mm", CPU, 2), event("gemm", CUDA, 2)]
-    found = profile.class_shares(trace, "self_device_time_total")
+    found = classes.class_shares(trace, "self_device_time_total")
     assert found == {"norms and joins": 0.3, "attention": 0.5, "matrix products": 0.2}
 
 
 def test_ratios_are_taken_within_a_turn():
     times = {"a": [1.0, 10.0, 2.0], "b": [2.0, 20.0, 2.0]}  # the machine was slow in the second turn
-    row = throughput.relative(times, "a")["b"]
-    assert (row["ratio"], row["low"], row["high"]) == (0.5, 0.5, 0.75)
-    assert throughput.relative(times, "a")["a"]["ratio"] == 1
+    table = timing.relative(times, "a")
+    assert table["b"] == {"ratio": 0.5, "low": 0.5, "high": 0.75}
+    assert table["a"]["ratio"] == 1
 
 
-def test_the_runs_take_turns():
+def test_the_contenders_take_turns():
     order = []
 
-    class Fake:
-        def __init__(self, name):
-            self.name = name
+    def contender(name):
+        def run() -> float:
+            order.append(name)
+            return float(len(order))
 
-        def __call__(self):
-            pass
+        return run
 
-        def seconds(self):
-            order.append(self.name)
-            return 1.0
-
-    throughput.in_turn({name: Fake(name) for name in "ab"}, 2, warm_up=0)
-    assert order == ["b", "a", "a", "b"]
+    times = timing.in_turn({name: contender(name) for name in "ab"}, 2, warm_up=1)
+    assert "".join(order) == "abbaab"
+    assert times == {"a": [4.0, 5.0], "b": [3.0, 6.0]}
 
 
-def test_the_command_prints_a_table_and_writes_json_and_a_picture(recipe, tmp_path, capsys):
-    argv = [str(recipe), "--rounds", "2", "--no-compiled"]
-    argv += ["--json", str(tmp_path / "p.json"), "--picture", str(tmp_path / "p.png")]
-    profile.main([*argv, "--", "--norm", "rmsnorm"])
-    found = json.loads((tmp_path / "p.json").read_text())
+def test_the_time_of_work_is_that_of_the_device(monkeypatch):
+    """What is still queued before is not counted, and what is queued by the work is."""
+    now, queued = 0.0, 5.0
+
+    def work():
+        nonlocal queued
+        queued += 2.0
+
+    def wait():
+        nonlocal now, queued
+        now, queued = now + queued, 0.0
+
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now)
+    assert timing.seconds(work, wait) == 2.0
+
+
+@pytest.mark.parametrize(("kind", "rate"), [("cuda", 800e12), ("mps", 14e12), ("cpu", 2e12)])
+def test_the_rate_of_products_is_that_of_the_device_and_not_of_the_host(monkeypatch, kind, rate):
+    """Where starting a product and waiting for it take 25 microseconds, as on a GPU: within a tenth."""
+
+    def seconds(work, wait):
+        with FlopCounterMode(display=False) as counter:
+            work()
+        return 25e-6 + counter.get_total_flops() / rate
+
+    monkeypatch.setattr(whole_steps, "seconds", seconds)
+    randn = torch.randn
+    with mock.patch("torch.randn", lambda *shape, device: randn(*shape, device="meta")):
+        found = whole_steps.matrix_rate(torch.device(kind), torch.bfloat16)
+    assert 0.9 * rate < found <= rate
+
+
+@pytest.fixture(scope="module")
+def whole_command(recipe):
+    """The command in a process of its own, as the profiler's notes are settled once."""
+    files = ["--json", str(recipe.with_name("p.json")), "--picture", str(recipe.with_name("p.png"))]
+    argv = [str(recipe), "--rounds", "2", "--no-compiled", *files, "--", "--norm", "rmsnorm"]
+    return subprocess.run([sys.executable, "-m", "tools.profile", *argv], capture_output=True, text=True)
+
+
+def test_the_terminal_has_the_table_alone(whole_command):
+    assert (whole_command.returncode, whole_command.stderr) == (0, "")
+    assert whole_command.stdout.split()[:3] == ["FLOPs", "torch", "eager"]
+
+
+def test_the_command_writes_what_it_prints(whole_command, recipe):
+    found = json.loads(recipe.with_name("p.json").read_text())
     share = found["time_share"]["eager"]["norms and joins"]
     assert found["ceiling_if_norms_were_free"] == pytest.approx(1 / (1 - share))
-    assert f"{share:.1%}" in capsys.readouterr().out
-    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+    assert f"{share:.1%}" in whole_command.stdout
+    assert 0 < found["share_of_matrix_rate"] < 1
+    assert recipe.with_name("p.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_table_of_switches_has_every_combination(recipe):
     config = replace(load_config([str(recipe)]), "model", n_layer=1)
-    table = throughput.switches(config, 2)
+    table = whole_steps.switches(config, 2)
     assert len(table) == 2 * 4 * 2
-    assert table[throughput.REFERENCE]["ratio"] == 1
+    assert table[whole_steps.REFERENCE]["ratio"] == 1
     assert len({row["step_ms"] for row in table.values()}) == 16
+
+
+@pytest.mark.parametrize("act", ["switches", "logging", "step"])
+def test_each_act_is_reached_by_its_name(recipe, act, monkeypatch, capsys):
+    seen = []
+    monkeypatch.setattr(whole_steps, "switches", lambda config, rounds: seen.append("switches") or {})
+    monkeypatch.setattr(classes, "measure", lambda *_: seen.append("step") or {})
+    monkeypatch.setattr(classes, "table", lambda found: [])
+    cost = LoggingCost(10.0, 2.0, 0.2, 25.0, 10, 250)
+    monkeypatch.setattr(logging_cost, "measure", lambda *_: seen.append("logging") or cost)
+    command.main([act, str(recipe), "--", "--batch-size", "4"])
+    assert seen == [act]
 
 
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
         (("--rounds", "1"), "--rounds is 1; quartiles want at least 2"),
-        (("--logging", "--picture", "p.png"), "--logging and --picture exclude each other"),
-        (("--logging", "--switches"), "--switches and --logging exclude each other"),
+        (("logging", "--rounds", "1"), "--rounds is 1; quartiles want at least 2"),
         (("--picture", "p.jpg"), "--picture wants a .png or an .svg, not '.jpg'"),
         (
             ("--picture", "/nonexistent/x.png"),
@@ -163,24 +221,16 @@ def test_the_table_of_switches_has_every_combination(recipe):
         (("--json", "tests"), "--json tests is a folder; name a file"),
     ],
 )
-def test_a_mistake_is_one_sentence_before_anything_is_measured(recipe, flags, says, capsys, monkeypatch):
-    monkeypatch.setattr(profile, "measure", lambda *_: pytest.fail("it has begun"))
-    with pytest.raises(SystemExit) as stopped:
-        profile.main([str(recipe), *flags])
-    assert stopped.value.code == 2
-    assert capsys.readouterr().err == f"error: {says}\n"
-
-
-def test_the_terminal_has_the_table_alone(recipe):
-    """Without the notes of PyTorch's profiler, in a process of its own, as they are settled once."""
-    command = [sys.executable, "-m", "tools.profile", str(recipe), "--rounds", "2", "--no-compiled"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.split()[:3] == ["FLOPs", "torch", "eager"]
+def test_a_mistake_is_one_sentence_before_anything_is_measured(recipe, flags, says, monkeypatch):
+    monkeypatch.setattr(command, "measure", lambda *_: pytest.fail("it has begun"))
+    act = [] if flags[0].startswith("-") else [flags[0]]
+    with pytest.raises(UserError) as told:
+        command.main([*act, str(recipe), *flags[len(act) :]])
+    assert str(told.value) == says
 
 
 def test_help_says_where_the_flags_of_train_py_go(capsys):
     with pytest.raises(SystemExit):
-        profile.main(["--help"])
+        command.main(["--help"])
     said = " ".join(capsys.readouterr().out.split())
     assert "Flags of train.py follow after `--`, as in `-- --batch-size 4`." in said

@@ -5,9 +5,9 @@
         --batch-size 64 --micro-batch-size 16 --compile
 
 Flags after `--` are train.py's. nanoGPT steps as its train.py does on the device at hand: float32 on a CPU, autocast
-to bfloat16 and fused AdamW on CUDA; compiled if we are. Each side has a process of its own; they take turns, on the
-same batches. The second command is for one GPU, takes under eight minutes, most of it compilation, and needs no data
-set. Prints one line of JSON:
+to bfloat16 and fused AdamW on CUDA; compiled if we are. Each side has a process of its own; they start and compile
+at the same time and then take turns, on the same batches. The second command is for one GPU and needs no data set.
+Prints one line of JSON:
 
     {"device": its name, "torch": its version, "tokens_per_step": tokens of one optimizer step,
      "ours" and "nanogpt": {"tokens_per_s": median over the rounds, "mfu": share of the device's peak or null,
@@ -31,29 +31,30 @@ from typing import Any
 
 import numpy as np
 import torch
-import tyro
 from pydantic.dataclasses import dataclass
 
-from base.cli import UserError
-from configs import STRICT, Config, command_line, load_config, replace, require, user_error
-from data import Dataset, open_dataset
-from tools import throughput
-from tools.output import say
+from base.cli import STRICT, Positional, UserError, options, require, run
+from base.timing import in_turn, relative
+from configs import Config, load_config, replace
+from data import open_dataset
+from data.batches import TrainBatches
+from model import GPT
+from tools.profile.steps import WARM_UP, Steps, apart, check_rounds, steps_of
 from training.clock import flops_per_token, peak_flops
 from training.parallel import Runtime
-from training.setup import accumulation, choose_device, open_data, start
-from training.trainer import Trainer
+from training.setup import accumulation, check_division, choose_device, open_data
 
-WARM_UP = 3  # optimizer steps before the first round
 RANDOM_TOKENS = 2**22
 SHAPE = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "dropout", "bias")  # of GPTConfig
+
+Times = dict[str, list[float]]  # seconds per step of every side, a number per round
 
 
 @dataclass(frozen=True, config=STRICT)
 class Options:
     """Tokens per second against nanoGPT's. Flags of train.py follow after `--`, as in `-- --batch-size 4`."""
 
-    recipe: tyro.conf.Positional[str]
+    recipe: Positional[str]
     """A recipe, as for train.py."""
     nanogpt: str
     """Folder of a nanoGPT checkout."""
@@ -65,7 +66,7 @@ class Options:
     """Train on random tokens, without a data set."""
 
     def __post_init__(self):
-        throughput.check_rounds(self.rounds)
+        check_rounds(self.rounds)
         require(self.steps >= 1, f"--steps is {self.steps}; a turn wants at least 1")
 
 
@@ -89,66 +90,65 @@ def load_nanogpt(folder: str) -> ModuleType:
     return module
 
 
-class Peer(Trainer):
-    """nanoGPT's model on our batches, and a step as its train.py makes it."""
+class Peer:
+    """nanoGPT's model on our batches, and a step as its train.py makes it: for `Steps`, in a trainer's place."""
 
-    def __init__(self, config: Config, runtime: Runtime, dataset: Dataset, module: ModuleType):
-        self.config, self.runtime, self.block_size = config, runtime, config.model.block_size
-        self.accumulation, self.micro_batch = accumulation(config, runtime.world)
-        self.open(dataset)
-        device, optim = runtime.device.type, config.optim
+    def __init__(self, config: Config, folder: str):
+        self.config, optim = config, config.optim
+        self.runtime = Runtime(torch.device(choose_device(config.run.device)))
+        self.batches = TrainBatches(
+            open_dataset(config.data.dataset).train,
+            block_size=config.model.block_size,
+            batch_size=optim.batch_size,
+            seed=config.run.seed,
+        )
+        module, device = load_nanogpt(folder), self.runtime.device.type
         shape = module.GPTConfig(**{name: getattr(config.model, name) for name in SHAPE})
-        self.model = module.GPT(shape).to(runtime.device)
+        self.model = module.GPT(shape).to(self.runtime.device)
         betas = (optim.beta1, optim.beta2)
         self.optimizer = self.model.configure_optimizers(optim.weight_decay, optim.lr, betas, device)
         self.module = torch.compile(self.model) if config.run.compile else self.model
-        self.cast = contextlib.nullcontext()
+        self.cast, self.move = contextlib.nullcontext(), lambda t: t.to(self.runtime.device)
         if device == "cuda":
             torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
             self.cast = torch.autocast("cuda", torch.bfloat16)
+            self.move = lambda t: t.pin_memory().to("cuda", non_blocking=True)
 
     def step(self, index: int, watch: bool) -> None:
-        for micro_step in range(self.accumulation):
-            tokens, targets = self.to_device(*self.batches.batch(index, self.rows(micro_step)))
+        parts, size = accumulation(self.config, 1)
+        for first in range(0, parts * size, size):
+            tokens, targets = map(self.move, self.batches.batch(index, range(first, first + size)))
             with self.cast:
-                loss = self.module(tokens, targets)[1] / self.accumulation
+                loss = self.module(tokens, targets)[1] / parts
             loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optim.grad_clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
 
-def make_ours(config: Config) -> Trainer:
-    config, runtime = start(config)
-    return Trainer(config, runtime, open_dataset(config.data.dataset))
+def peer_steps(config: Config, folder: str) -> Steps:
+    return Steps(Peer(config, folder))
 
 
-def make_peer(config: Config, folder: str) -> Peer:
-    runtime = Runtime(torch.device(choose_device(config.run.device)))
-    return Peer(config, runtime, open_dataset(config.data.dataset), load_nanogpt(folder))
+steps: Steps  # in the process of a side
 
 
-trainer: Trainer  # in the process of a side
+def begin(make: Callable[..., Steps], *arguments) -> str:
+    """Makes the steps of this process, warmed up. The name of their device."""
+    global steps
+    steps = make(*arguments)
+    steps.seconds(WARM_UP)
+    device = steps.trainer.runtime.device.type
+    return torch.cuda.get_device_name() if device == "cuda" else device
 
 
-def begin(make: Callable[..., Trainer], *arguments) -> None:
-    global trainer
-    trainer = make(*arguments)
-
-
-def seconds(indices: range) -> float:
-    """Seconds per step."""
-
-    def steps() -> None:
-        for index in indices:
-            trainer.step(index, watch=False)
-
-    return throughput.seconds(steps, trainer.runtime.device) / len(indices)
+def seconds(count: int) -> float:
+    return steps.seconds(count)
 
 
 def peak_memory() -> int:
     """The most bytes so far."""
-    if trainer.runtime.device.type == "cuda":
+    if steps.trainer.runtime.device.type == "cuda":
         return torch.cuda.max_memory_allocated()
     import resource  # Unix only
 
@@ -156,40 +156,29 @@ def peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def facts() -> tuple[str, int, int]:
-    """(device, tokens per step, FLOPs per token) of our side."""
-    cuda = trainer.runtime.device.type == "cuda"
-    device = torch.cuda.get_device_name() if cuda else trainer.runtime.device.type
-    tokens = trainer.config.optim.batch_size * trainer.block_size
-    return device, tokens, flops_per_token(trainer.model)
-
-
-def compare(options: Options, config: Config) -> dict[str, Any]:
-    load_nanogpt(options.nanogpt)
+def compete(sides: dict[str, tuple], rounds: int, count: int) -> tuple[Times, dict[str, int], str]:
+    """(times, peak bytes, the device's name). Of each side, a function that makes its steps, and its arguments."""
+    spawn = multiprocessing.get_context("spawn")
     with contextlib.ExitStack() as stack:
-        config = stack.enter_context(with_data(config, options.random_tokens))
+        pools = {name: stack.enter_context(ProcessPoolExecutor(1, mp_context=spawn)) for name in sides}
+        ready = [pools[name].submit(begin, *side) for name, side in sides.items()]
+        (device,) = {future.result() for future in ready}
+        turns = {name: lambda pool=pool: pool.submit(seconds, count).result() for name, pool in pools.items()}
+        times = in_turn(turns, rounds)
+        return times, {name: pool.submit(peak_memory).result() for name, pool in pools.items()}, device
 
-        def process(make: Callable[..., Trainer], *arguments) -> ProcessPoolExecutor:
-            spawn = multiprocessing.get_context("spawn")
-            pool = stack.enter_context(ProcessPoolExecutor(max_workers=1, mp_context=spawn))
-            pool.submit(begin, make, *arguments).result()
-            pool.submit(seconds, range(WARM_UP)).result()
-            return pool
 
-        sides = {"ours": process(make_ours, config), "nanogpt": process(make_peer, config, options.nanogpt)}
-        times: dict[str, list[float]] = {name: [] for name in sides}
-        for turn in range(options.rounds):
-            first = WARM_UP + turn * options.steps
-            for name in list(sides)[:: 1 if turn % 2 else -1]:
-                indices = range(first, first + options.steps)
-                times[name].append(sides[name].submit(seconds, indices).result())
-        peaks = {name: side.submit(peak_memory).result() for name, side in sides.items()}
-        return summary(times, peaks, *sides["ours"].submit(facts).result())
+def compare(about: Options, config: Config) -> dict[str, Any]:
+    load_nanogpt(about.nanogpt)
+    check_division(config, 1)
+    with with_data(config, about.random_tokens) as config:
+        sides = {"ours": (steps_of, config), "nanogpt": (peer_steps, config, about.nanogpt)}
+        return summary(config, *compete(sides, about.rounds, about.steps))
 
 
 @contextlib.contextmanager
 def with_data(config: Config, random_tokens: bool) -> Iterator[Config]:
-    """The configuration with its vocabulary, and data that exist. Raises UserError or UserError."""
+    """The configuration with its vocabulary, and data that exist. Raises UserError."""
     if not random_tokens:
         yield open_data(config, Runtime(torch.device("cpu")))[0]
         return
@@ -202,29 +191,25 @@ def with_data(config: Config, random_tokens: bool) -> Iterator[Config]:
         yield replace(config, "data", dataset=folder)
 
 
-def summary(
-    times: dict[str, list[float]], peaks: dict[str, int], device: str, tokens: int, flops: int
-) -> dict[str, Any]:
-    """The line that is printed, of seconds per step in each turn and bytes."""
-    limit = peak_flops(device)
+def summary(config: Config, times: Times, peaks: dict[str, int], device: str) -> dict[str, Any]:
+    """What is printed."""
+    tokens, limit = config.optim.batch_size * config.model.block_size, peak_flops(device)
+    with torch.device("meta"):
+        flops = flops_per_token(GPT(config.model))
     found: dict[str, Any] = {"device": device, "torch": torch.__version__, "tokens_per_step": tokens}
     for name, own in times.items():
         rate = tokens / statistics.median(own)
         mfu = rate * flops / limit if limit else None
         found[name] = {"tokens_per_s": rate, "mfu": mfu, "peak_gib": peaks[name] / 2**30}
-    ratios = [a / b for a, b in zip(times["nanogpt"], times["ours"], strict=True)]
-    low, median, high = statistics.quantiles(ratios, n=4, method="inclusive")
-    return found | {"ratio": {"median": median, "low": low, "high": high}}
+    ratio = relative(times, "nanogpt")["ours"]
+    return found | {"ratio": {"median": ratio["ratio"], "low": ratio["low"], "high": ratio["high"]}}
 
 
 def main(argv: Sequence[str]) -> None:
-    try:
-        end = argv.index("--") if "--" in argv else len(argv)
-        options = command_line(Options, argv[:end], "python -m tools.against_nanogpt")
-        say(json.dumps(compare(options, load_config([options.recipe, *argv[end + 1 :]]))))
-    except UserError as e:
-        user_error(str(e))
+    own, flags = apart(argv)
+    about = options(Options, own, "python -m tools.against_nanogpt")
+    print(json.dumps(compare(about, load_config([about.recipe, *flags]))))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run(main)

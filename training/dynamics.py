@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from model import GPT, Norm
 from training.metrics import branch_names, part_names
-from training.parallel import Runtime
+from training.parallel import Runtime, is_shard
 
 
 def parts(model: GPT) -> Iterator[tuple[str, nn.Parameter, str]]:
@@ -98,11 +98,6 @@ class PartNorms:
     def by_part(self, squares: Tensor) -> Tensor:
         """L2 norms of the parts in the order of `part_names`."""
         return torch.zeros(len(self.parts), device=squares.device).index_add_(0, self.index, squares).sqrt()
-
-
-def is_shard(t: Tensor) -> bool:
-    """Whether this process holds a part of the tensor only. (Importing DTensor takes half as long as torch itself.)"""
-    return hasattr(t, "to_local")
 
 
 def local(t: Tensor) -> Tensor:

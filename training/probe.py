@@ -15,10 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from data import EvalWindows
+from data.batches import EvalWindows
 from model import GPT, Norm
-from training.dynamics import PartNorms, fetch, is_shard, local, mean_square
+from training.dynamics import PartNorms, fetch, local, mean_square
 from training.metrics import branch_names, depth_names
+from training.parallel import is_shard
 
 PROBE_WINDOWS = 4
 SCORES = 2**22  # attention scores that are taken together

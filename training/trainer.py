@@ -13,8 +13,7 @@ from torch import Tensor
 
 from base.cli import UserError
 from configs import Config
-from data import EvalWindows, TrainBatches
-from data.batches import GOLDEN
+from data.batches import GOLDEN, EvalWindows, TrainBatches
 from data.dataset import Dataset
 from model import GPT
 from training.checkpoint import model_weights

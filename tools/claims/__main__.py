@@ -9,13 +9,11 @@ The exit code is 1 if a claim fails. An experiment that does not show what its c
 """
 
 import importlib.util
-import sys
 from collections.abc import Sequence
 
 from pydantic.dataclasses import dataclass
 
-from base.cli import UserError
-from configs import STRICT, command_line, user_error
+from base.cli import STRICT, UserError, options, run
 from tools.claims import experiments, page
 from tools.claims.outcome import (
     EXPERIMENTS,
@@ -26,7 +24,6 @@ from tools.claims.outcome import (
     judge_experiment,
     record_of,
 )
-from tools.output import say
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -43,13 +40,13 @@ class Options:
     """Processes that train at once."""
 
 
-def selected(options: Options) -> list[int]:
+def selected(asked: Options) -> list[int]:
     """The claims that were asked for. Raises UserError for what cannot be done."""
-    if options.jobs < 1:
-        raise UserError(f"--jobs is {options.jobs}; it must be at least 1")
-    if options.write and not importlib.util.find_spec("matplotlib"):
+    if asked.jobs < 1:
+        raise UserError(f"--jobs is {asked.jobs}; it must be at least 1")
+    if asked.write and not importlib.util.find_spec("matplotlib"):
         raise UserError('--write draws with matplotlib, which is missing; pip install -e ".[report]"')
-    words = [word.strip() for word in options.only.split(",")] if options.only else []
+    words = [word.strip() for word in asked.only.split(",")] if asked.only else []
     for word in words:
         if not (word.isdecimal() and int(word) in NUMBERS):
             span = f"{NUMBERS[0]} to {NUMBERS[-1]}"
@@ -57,34 +54,30 @@ def selected(options: Options) -> list[int]:
     return sorted({int(word) for word in words}) or NUMBERS
 
 
-def outcome_of(number: int, options: Options, afresh: bool) -> Outcome:
+def outcome_of(number: int, asked: Options, afresh: bool) -> Outcome:
     """An experiment that is not to be run `afresh` is judged by its record."""
     if number not in EXPERIMENTS:
         return check_claim(number)
     if not afresh:
         return judge_experiment(number)
-    rows = experiments.run(EXPERIMENTS[number], options.jobs)
-    if options.write:
+    rows = experiments.run(EXPERIMENTS[number], asked.jobs)
+    if asked.write:
         experiments.save(record_of(number), rows)
     return judge_experiment(number, rows)
 
 
 def main(argv: Sequence[str]) -> None:
-    try:
-        options = command_line(Options, argv, "python -m tools.claims")
-        asked, outcomes = selected(options), []
-        for number in NUMBERS if options.write else asked:
-            afresh = number in asked and not options.quick
-            outcomes.append(outcome_of(number, options, afresh))
-            say(as_text(outcomes[-1]))
-        if options.write:
-            page.write(outcomes)
-        verdicts = [outcome.verdict for outcome in outcomes]
-        say("\n" + ", ".join(f"{verdicts.count(v)} {v}" for v in dict.fromkeys(verdicts)))
-    except UserError as e:
-        user_error(str(e))
+    asked = options(Options, argv, "python -m tools.claims")
+    wanted, outcomes = selected(asked), []
+    for number in NUMBERS if asked.write else wanted:
+        outcomes.append(outcome_of(number, asked, afresh=number in wanted and not asked.quick))
+        print(as_text(outcomes[-1]), flush=True)
+    if asked.write:
+        page.write(outcomes)
+    verdicts = [outcome.verdict for outcome in outcomes]
+    print("\n" + ", ".join(f"{verdicts.count(v)} {v}" for v in dict.fromkeys(verdicts)))
     raise SystemExit("FAIL" in verdicts)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run(main)

@@ -14,9 +14,10 @@ import torch
 import kernels
 from configs import load_config
 from kernels import aot, bench
-from tools import profile
 from tools.claims.claim import Skipped, at_least, at_most, claim, control, equal, figure, near
 from tools.claims.small import random
+from tools.profile.classes import flops, time_by_class
+from tools.profile.steps import steps_of
 
 RECIPE = Path(__file__).parents[2] / "configs" / "quickstart.toml"
 
@@ -32,17 +33,17 @@ def speedup(share: float, factor: float) -> float:
     of_this_machine=True,
 )
 def training_step():
-    steps = profile.Steps(load_config([str(RECIPE), "--kernel", "torch", "--device", "cpu"]))
+    steps = steps_of(load_config([str(RECIPE), "--kernel", "torch", "--device", "cpu"]))
     steps()  # the first one allocates
-    counts = profile.flops(steps)
-    flops = {name: count / sum(counts.values()) for name, count in counts.items()}
-    seconds = profile.time_by_class(steps, rounds=5)
+    counts = flops(steps)
+    share_of_flops = {name: count / sum(counts.values()) for name, count in counts.items()}
+    seconds = time_by_class(steps, rounds=5)
     for name, share in seconds.items():
-        of_flops = f"{flops[name]:.2%}" if name in flops else "not counted"
+        of_flops = f"{share_of_flops[name]:.2%}" if name in share_of_flops else "not counted"
         yield figure(f"{name}: share of FLOPs, of time", f"{of_flops}, {share:.2%}")
-    ratio = seconds["norms and joins"] / flops["norms and joins"]
+    ratio = seconds["norms and joins"] / share_of_flops["norms and joins"]
     yield at_least("norms and joins: share of time over share of FLOPs", ratio, 1)
-    products = seconds["matrix products"] / flops["matrix products"]
+    products = seconds["matrix products"] / share_of_flops["matrix products"]
     yield control(at_least("matrix products: share of time over share of FLOPs", products, 1))
     free = speedup(seconds["norms and joins"], math.inf)
     yield figure("speed-up if this step's norms and joins cost nothing", free)
@@ -108,7 +109,7 @@ ROWS, ROUNDS = 2048, 20
 def seconds_of(kind: str, x: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor) -> float:
     """Processor time of one forward and backward of a norm, which others on the machine do not lengthen."""
     start = time.process_time()
-    torch.autograd.grad(kernels.norm(x, weight, kind=kind, eps=1e-5), (x, weight), dy)
+    torch.autograd.grad(kernels.norm(x, (weight, None), kind=kind, eps=1e-5), (x, weight), dy)
     return time.process_time() - start
 
 

@@ -117,22 +117,16 @@ def handed_back(
     placement: str, join: nn.Module, x: Tensor, s: Tensor, dr: Tensor, dy: Tensor
 ) -> dict[str, Tensor]:
     """The hand-written backward of a join: gradients by name. dr comes from the stream, dy from the next branch."""
-    out, after = getattr(join, "out_norm", None), getattr(join, "next_norm", None)
-    norm: Norm = after or out
-    how = {"kind": norm.how["kind"], "eps": norm.how["eps"]}
-    names = ["x", "s", "next_norm.weight", "next_norm.bias"]
-    if placement == "pre":
-        found = reference.add_norm_backward(dr, dy, x, s, after.weight, **how)
-    elif placement == "post":  # stream and branch read the same y, and nobody the sum
-        found = reference.add_norm_backward(None, dr + dy, x, s, after.weight, **how)
-    elif placement == "output":  # stream and branch read the same r
-        names = ["x", "s", "out_norm.weight", "out_norm.bias"]
-        found = reference.norm_add_backward(dr + dy, s, out.weight, **how)
-    else:
-        names = ["x", "s", "out_norm.weight", "out_norm.bias", "next_norm.weight", "next_norm.bias"]
-        r = reference.norm_add(x, s, out.weight, out.bias, **how)
-        found = reference.norm_add_norm_backward(dr, dy, r, s, out.weight, after.weight, **how)
-    return dict(zip(names, found, strict=True))
+    norms = {"out": getattr(join, "out_norm", None), "then": getattr(join, "next_norm", None)}
+    gains = {name: (norm.weight, norm.bias) for name, norm in norms.items() if norm is not None}
+    norm: Norm = norms["then"] or norms["out"]
+    if placement == "post":  # stream and branch read the same h, and nobody the sum
+        dr, dy = None, dr + dy
+    found = reference.join_backward(dr, dy, x, s, **gains, kind=norm.how["kind"], eps=norm.how["eps"])
+    names = ["x", "s", "out_norm.weight", "out_norm.bias", "next_norm.weight", "next_norm.bias"]
+    dx, ds, dout, dthen = found
+    gradients = dict(zip(names, (dx, ds, *(dout or (None, None)), *(dthen or (None, None))), strict=True))
+    return {name: gradient for name, gradient in gradients.items() if gradient is not None}
 
 
 def central_differences(function, leaf: Tensor, step: float = 1e-6) -> Tensor:
@@ -183,10 +177,11 @@ def backward():
             yield from join_backward(placement, kind)
     r, dr, dy, weight = (random(2, SIZE, seed=seed) for seed in range(4))
     how = {"kind": "rmsnorm", "eps": EPS}
-    after = reference.backward_of_sum(dr, dy, r, weight[0], **how)[0]
-    before = reference.standardize_backward(dr + dy, r, weight[0], **how)[0]
+    gain = weight[0], None
+    after = reference.backward_of_sum(dr, dy, r, gain, **how)[0]
+    before = reference.normalize_backward(dr + dy, r, gain, **how)[0]
     leaf = r.clone().requires_grad_()
-    y = reference.norm(leaf, weight[0], **how)
+    y = reference.norm(leaf, gain, **how)
     (truth,) = torch.autograd.grad((dr * leaf).sum() + (dy * y).sum(), leaf)
     yield at_most("the sum's own gradient joins after the norm's Jacobian", largest(after - truth), 1e-12)
     yield control(at_most("the sum's own gradient joins before it", largest(before - truth), 1e-12))

@@ -90,7 +90,7 @@ def takes(kind: str, eps: float) -> bool:
     """Whether a float32 norm accepts this eps."""
     ones = torch.ones(4)
     try:
-        kernels.norm(ones, ones, kind=kind, eps=eps)
+        kernels.norm(ones, (ones, None), kind=kind, eps=eps)
     except ValueError:
         return False
     return True

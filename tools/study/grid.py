@@ -1,20 +1,9 @@
-"""A grid of training runs in one command: every combination of the lists under [grid] in a recipe.
+"""The cells of a recipe's [grid], each a run of train.py, and the folder that the runs are in."""
 
-    python -m tools.study configs/study_norms.toml
-    python -m tools.study configs/study_norms.toml --cell norm=rmsnorm+placement=pre+qk_norm=off+lr=0.001+seed=1
-
-Each cell is one run of train.py on one thread, as many at once as there are cores. A cell that has finished is
-not run again, so the same command goes on after an interruption; `--cell` repeats one and says whether its
-loss is the same to the last bit. The runs, a report page of each setting at its best learning rate, the table, the
-curves and a picture go to out/NAME/; `--docs` takes the last three elsewhere.
-"""
-
-import importlib.util
 import itertools
 import json
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -25,52 +14,24 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-import tyro
-from pydantic.dataclasses import dataclass
 from tqdm import tqdm
 
 from base.cli import UserError
-from configs import (
-    GRID,
-    OWNER,
-    STRICT,
-    command_line,
-    flags_of,
-    load_config,
-    require,
-    user_error,
-)
-from data import ensure_prepared
-from tools import study_results
-from tools.output import new_file, say
+from base.files import atomic_file
+from configs import GRID, OWNER, flags_of, load_config
 from tools.report.page import page
 from tools.report.runs import load_runs
+from tools.study import results
 from training.divergence import EXIT_CODE as DIVERGED
 from training.tracker import read_metrics
 
 MOST_RUNS = 20  # that one page can show
-TRAIN = Path(__file__).parents[1] / "train.py"
+TRAIN = Path(__file__).parents[2] / "train.py"
 RESULT = {"cell", "diverged", "seconds", "val_loss", "curve", "max_grad_norm", "recipe"}
 LONGEST_NAME = 200  # of a folder; file systems allow 255 bytes
+MARK = "study.toml"  # in the folder of the runs: the recipe, as it was last run there
 
-
-@dataclass(frozen=True, config=STRICT)
-class Options:
-    """Train every combination of a recipe's [grid] and compare them."""
-
-    recipe: tyro.conf.Positional[str]
-    """A recipe with a table [grid]."""
-    jobs: int = 0
-    """Runs at once; 0 takes the number of cores."""
-    out: str = ""
-    """Folder of the runs; out/NAME if not given."""
-    docs: str = ""
-    """Folder of the results, NAME.json, NAME.md and NAME.png; out/NAME if not given."""
-    cell: str = ""
-    """Repeat this one cell and compare."""
-
-    def __post_init__(self):
-        require(self.jobs >= 0, f"--jobs is {self.jobs}; it must not be below 0")
+Cell = dict[str, Any]
 
 
 class Study:
@@ -80,9 +41,8 @@ class Study:
         self.recipe, self.name = recipe, recipe.stem
         self.out = Path(out or f"out/{self.name}")
         self.config = load_config([str(recipe)])
-        tables = tomllib.loads(recipe.read_text(encoding="utf-8"))
-        self.grid = check_grid(tables.pop(GRID, None), recipe)
-        self.settings = json.dumps(tables, sort_keys=True)  # what a result depends on besides its cell
+        self.tables = tomllib.loads(recipe.read_text(encoding="utf-8-sig"))
+        self.grid = check_grid(self.tables.pop(GRID, None), recipe)
         combinations = itertools.product(*self.grid.values())
         cells = [dict(zip(self.grid, values, strict=True)) for values in combinations]
         self.cells = {name_of(cell): cell for cell in cells}
@@ -93,6 +53,18 @@ class Study:
         for name in self.cells:
             load_config(self.arguments(name))  # a mistake is told before anything runs
 
+    def fields(self, name: str) -> dict[str, Any]:
+        """What a cell changes in the recipe: the fields that it names, and those of its named settings."""
+        changes: dict[str, Any] = {}
+        for key, value in self.cells[name].items():
+            named = self.grid[key]
+            changes |= named[value] if isinstance(named, dict) else {key: value}
+        return changes
+
+    def depends_on(self, name: str) -> str:
+        """What the result of a cell depends on, besides the data and the code."""
+        return json.dumps([self.tables, self.fields(name)], sort_keys=True)
+
     def finished(self, name: str) -> dict[str, Any] | None:
         """The result of a cell that was run with the recipe as it is now."""
         try:
@@ -101,12 +73,23 @@ class Study:
             return None
         if not isinstance(result, dict) or set(result) != RESULT or result["cell"] != self.cells[name]:
             return None
-        return result if result.pop("recipe") == self.settings else None
+        return result if result.pop("recipe") == self.depends_on(name) else None
 
     def arguments(self, name: str) -> list[str]:
         """What train.py is given for a cell."""
         place = ["--out-dir", str(self.out), "--run-name", name]
-        return [str(self.recipe), *flags_of(self.cells[name]), *place, "--overwrite", "--wandb", "disabled"]
+        return [str(self.recipe), *flags_of(self.fields(name)), *place, "--overwrite", "--wandb", "disabled"]
+
+    def take(self) -> None:
+        """Makes the folder of the runs, whose runs are overwritten. Raises UserError for one of somebody else's."""
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+            if any(self.out.iterdir()) and not (self.out / MARK).is_file():
+                raise UserError(f"{self.out} holds files that no study has written; pass another --out")
+        except OSError as e:
+            raise UserError(f"the folder {self.out} for the runs cannot be made: {e.strerror}") from None
+        with atomic_file(self.out / MARK) as file:
+            shutil.copyfile(self.recipe, file)
 
     def run(self, name: str) -> dict[str, Any]:
         """Trains one cell and keeps its result. Raises UserError if train.py fails, other than by divergence."""
@@ -128,54 +111,65 @@ class Study:
             "seconds": round(time.monotonic() - begin, 1),
         } | summary(rows)
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # hundreds of them would fill a disk
-        with new_file(folder / "result.json") as file:
-            file.write_text(json.dumps(result | {"recipe": self.settings}), encoding="utf-8")
+        with atomic_file(folder / "result.json") as file:
+            file.write_text(json.dumps(result | {"recipe": self.depends_on(name)}), encoding="utf-8")
         return result
 
     def run_all(self, jobs: int) -> dict[str, dict[str, Any]]:
         """The results of all cells, in the grid's order; those that are missing are run now."""
-        results = {name: self.finished(name) for name in self.cells}
-        missing = [name for name, result in results.items() if result is None]
+        found = {name: self.finished(name) for name in self.cells}
+        missing = [name for name, result in found.items() if result is None]
         pool = ThreadPoolExecutor(jobs or os.cpu_count() or 1)
         futures = {pool.submit(self.run, name): name for name in missing}
         try:
             bar = tqdm(as_completed(futures), desc=self.name, unit="run", total=len(self.cells))
             bar.update(len(self.cells) - len(missing))
             for future in bar:
-                results[futures[future]] = future.result()
+                found[futures[future]] = future.result()
         finally:
             pool.shutdown(cancel_futures=True)
-        return results
+        return found
 
-    def report(self, results: Sequence[dict[str, Any]]) -> Path:
+    def report(self, cells: Sequence[dict[str, Any]]) -> Path:
         """The page of the first seed of each setting at its best learning rate, as many as a page takes."""
-        best = study_results.best_rates(list(results)).values()
+        best = results.best_rates(list(cells)).values()
         names = {json.dumps(cell): name for name, cell in self.cells.items()}
         folders = [str(self.out / names[json.dumps(group[0]["cell"])]) for group in best]
         path, text = self.out / "report.html", page(load_runs(folders[:MOST_RUNS]))
-        with new_file(path) as file:
+        with atomic_file(path) as file:
             file.write_text(text, encoding="utf-8")
         return path
 
 
-def name_of(cell: dict[str, Any]) -> str:
+def name_of(cell: Cell) -> str:
     """The folder of a cell's run, such as norm=rmsnorm+lr=0.001; what no folder's name holds becomes `_`."""
     return re.sub(r"[^\w.+=-]", "_", "+".join(f"{k}={v}" for k, v in cell.items()))
 
 
-def check_grid(grid: Any, path: Path) -> dict[str, list]:
-    """The grid, or UserError in a sentence."""
+def check_grid(grid: Any, path: Path) -> dict[str, list | dict]:
+    """The grid, or UserError in a sentence.
+
+    A key is a field with a list of its values, or any other word with a table of named settings, each a table of
+    fields: method = { pre = {}, keel = { placement = "keel", residual_scale = "keel" } }.
+    """
     if not isinstance(grid, dict) or not grid:
         raise UserError(
             f"{path} has no table [{GRID}], which lists values, as in norm = ['layernorm', 'rmsnorm']"
         )
     for key, values in grid.items():
-        if OWNER.get(key, "start") == "start" or key in ("out_dir", "run_name", "wandb"):
-            raise UserError(f"{path}: [{GRID}] names {key}, which is nothing that a study can vary")
-        if not isinstance(values, list) or not values or len(set(map(str, values))) < len(values):
-            raise UserError(
-                f"{path}: {key} under [{GRID}] must be a list of different values, not {values!r}"
-            )
+        if isinstance(values, dict) and key not in OWNER:
+            if not values or not all(isinstance(fields, dict) for fields in values.values()):
+                raise UserError(f"{path}: {key} under [{GRID}] must be a table of tables, as pre = {{}}")
+            varied = [(field, [value]) for fields in values.values() for field, value in fields.items()]
+        else:
+            varied = [(key, values)]
+        for field, own in varied:
+            if OWNER.get(field, "start") == "start" or field in ("out_dir", "run_name", "wandb"):
+                raise UserError(f"{path}: [{GRID}] names {field}, which is nothing that a study can vary")
+            if not isinstance(own, list) or not own or len(set(map(str, own))) < len(own):
+                raise UserError(
+                    f"{path}: {field} under [{GRID}] must be a list of different values, not {own!r}"
+                )
     return grid
 
 
@@ -188,50 +182,3 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "curve": curve,
         "max_grad_norm": max(norms, default=None),
     }
-
-
-def repeat(study: Study, name: str) -> None:
-    if name not in study.cells:
-        raise UserError(
-            f"--cell {name} is none of the {len(study.cells)} cells, such as {next(iter(study.cells))}"
-        )
-    before, after = study.finished(name), study.run(name)
-    say(f"{name}: validation loss {after['val_loss']!r}")
-    if before is not None:
-        same = before["curve"] == after["curve"]
-        say("the same as before, to the last bit" if same else f"before, it was {before['val_loss']!r}")
-
-
-def folder_for_results(name: str) -> Path:
-    """The folder, made. Raises UserError, before anything runs, where it or what draws into it is missing."""
-    missing = [module for module in ("matplotlib", "plotly") if not importlib.util.find_spec(module)]
-    if missing:
-        raise UserError(
-            f"the results need {' and '.join(missing)}; install with `pip install -e '.[report]'`"
-        )
-    try:
-        Path(name).mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise UserError(f"the folder {name} for the results cannot be made: {e.strerror}") from None
-    return Path(name)
-
-
-def main(argv: Sequence[str]) -> None:
-    try:
-        options = command_line(Options, argv, "python -m tools.study")
-        study = Study(Path(options.recipe), options.out)
-        ensure_prepared(study.config.data.dataset)
-        if options.cell:
-            return repeat(study, options.cell)
-        docs = folder_for_results(options.docs or str(study.out))
-        results = list(study.run_all(options.jobs).values())
-        command = ["python", "-m", "tools.study", options.recipe]
-        command += ["--docs", options.docs] if options.docs else []
-        study_results.write(docs / study.name, results, shlex.join(command))
-        say(f"{study.report(results)}: open it in a browser")
-    except UserError as e:
-        user_error(str(e))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import torch
+
+from base.timing import seconds
 from configs import Config
-from tools.throughput import seconds
 from training.dynamics import fetch
 from training.probe import Probe
 from training.setup import open_data, start
@@ -56,7 +58,8 @@ class Watched:
     def __init__(self, config: Config, folder: Path):
         config, runtime = start(config)
         config, dataset = open_data(config, runtime)
-        self.trainer, self.device = Trainer(config, runtime, dataset), runtime.device
+        self.trainer = Trainer(config, runtime, dataset)
+        self.wait = torch.get_device_module(runtime.device).synchronize
         self.probe = Probe(self.trainer.model, self.trainer.windows, self.trainer.norms)
         self.tracker, self.steps = Tracker(folder, config, {}, None), 0
         self.length = max(config.run.log_interval, 2 * FELT + 2)
@@ -71,7 +74,7 @@ class Watched:
         for place in range(self.length):
             kind = "logged" if place < FELT else "look" if look and place < 2 * FELT else "plain"
             step = partial(self.step, watch=place == 0, look=look and place == FELT)
-            taken[kind].append(seconds(step, self.device))
+            taken[kind].append(seconds(step, self.wait))
         plain = statistics.mean(taken.pop("plain"))
         self.seconds["plain"].append(plain)
         for kind, times in taken.items():
@@ -96,19 +99,19 @@ def measure(config: Config, rounds: int | None = None) -> LoggingCost:
     Rows and looks come at the intervals of the configuration, as what has not run for a while is slow at first; looks
     more often where there would be fewer than LOOKS, rows less often where there would be no steps between. The
     device is waited for after each step, so on a GPU it is left out that a row keeps the host from running ahead.
-    Raises UserError, UserError.
+    Raises UserError.
     """
     with tempfile.TemporaryDirectory() as folder:
         run = Watched(config, Path(folder))
         probe_interval = config.run.probe_interval
         run.round(look=True)  # compilation and first allocations
-        a_round = seconds(partial(run.round, look=False), run.device)
+        a_round = seconds(partial(run.round, look=False), run.wait)
         rounds = rounds or max(LOOKS, math.ceil(SECONDS / a_round))
         every = max(1, min(probe_interval // run.length, rounds // LOOKS))
         run.seconds.clear()
         for i in range(1, rounds + 1):
             run.round(look=probe_interval > 0 and i % every == 0)
-        handed = seconds(run.tracker.hand_over, run.device)
+        handed = seconds(run.tracker.hand_over, run.wait)
         run.tracker.close(0)
     looks = run.seconds["look"] or [0.0]
     return LoggingCost(

@@ -1,41 +1,28 @@
-"""Where the time of a training step goes: by class of operator, beside the share of FLOPs.
+"""The time of a training step by class of operator, beside the share of FLOPs.
 
-    python -m tools.profile configs/shakespeare_char_cpu.toml
-    python -m tools.profile configs/quickstart.toml --picture profile.png -- --norm rmsnorm
-    python -m tools.profile configs/shakespeare_char_cpu.toml --switches
-
-Flags after `--` are train.py's. An operator of the backward pass belongs to the class of the forward operator that
-autograd made it for.
-FLOPs of products are PyTorch's count; those of norms are counted by hand, as PyTorch counts products only.
-A compiled step cannot be split up like this on the CPU: what was fused stands under `compiled`.
+An operator of the backward pass belongs to the class of the forward operator that autograd made it for. FLOPs of
+products are PyTorch's count; those of norms are counted by hand, as PyTorch counts products only. A compiled step
+cannot be split up like this on the CPU: what was fused stands under `compiled`.
 """
 
 import contextlib
-import json
 import os
-import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-from base.cli import UserError
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own notes; read when torch is loaded
 
 import torch
-import tyro
-from pydantic.dataclasses import dataclass
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 import kernels
-from configs import STRICT, Config, command_line, load_config, replace, require, user_error
+from base.cli import UserError
+from configs import Config, replace
 from model import GPT, Norm
-from tools import logging_cost
-from tools.output import check_writable, new_file, say
-from tools.throughput import Steps, check_rounds, in_turn, lines, matrix_rate, relative, switches, synchronize
+from tools.profile.steps import Steps, matrix_rate, speeds, steps_of
 
 CLASSES = (
     "matrix products",
@@ -47,7 +34,6 @@ CLASSES = (
     "data",
 )
 MARK = "class: "
-ROUNDS = 10  # of steps, unless --rounds says otherwise
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::linear", "aten::matmul")
 ATTENTION = (  # where compiled; the model has no other batched product
     "aten::bmm",
@@ -64,36 +50,6 @@ CPU_ATTENTION = {  # which PyTorch's counter does not know; backward has twice t
     FLASH_BACKWARD: lambda dy, q, k, v, *_, **__: 2 * sdpa_flop_count(q, k, v),
 }
 NORM_FLOPS = {"layernorm": 16, "rmsnorm": 12, "batchnorm": 16}  # operations per element, forward and backward
-
-
-@dataclass(frozen=True, config=STRICT)
-class Options:
-    """Where the time of a training step goes. Flags of train.py follow after `--`, as in `-- --batch-size 4`."""
-
-    recipe: tyro.conf.Positional[str]
-    """A recipe, as for train.py."""
-    rounds: int | None = None
-    """Steps of every setting that are measured (10); with --logging, logged ones (as many as two minutes hold)."""
-    compiled: bool = True
-    """Also compile the model, which takes a minute or two."""
-    switches: bool = False
-    """Instead: the speed of every norm, placement and qk_norm relative to pre LayerNorm."""
-    logging: bool = False
-    """Instead: what logging costs."""
-    json: str = ""
-    """File for the numbers."""
-    picture: str = ""
-    """File for the picture of the classes (.png or .svg)."""
-
-    def __post_init__(self):
-        if self.rounds is not None:
-            check_rounds(self.rounds)
-        chosen = [f"--{name}" for name in ("switches", "logging", "picture") if getattr(self, name)]
-        require(len(chosen) < 2, f"{' and '.join(chosen)} exclude each other")
-        kind = Path(self.picture).suffix
-        require(
-            not self.picture or kind in (".png", ".svg"), f"--picture wants a .png or an .svg, not {kind!r}"
-        )
 
 
 @contextlib.contextmanager
@@ -146,7 +102,7 @@ def time_by_class(steps: Steps, rounds: int) -> dict[str, float]:
     with contextlib.nullcontext() if compiled else marked(steps), profile(activities=activities) as trace:
         for _ in range(rounds):
             steps()
-        synchronize(steps.trainer.runtime.device)
+        steps.wait()
     return class_shares(trace.events(), "self_device_time_total" if cuda else "self_cpu_time_total")
 
 
@@ -220,17 +176,17 @@ def norm_flops(model: GPT) -> int:
 def modes(config: Config, compiled: bool) -> dict[str, Steps]:
     """PyTorch's own operators; ours (on CUDA the fused kernels); and ours compiled, where there is a compiler."""
     ours = replace(replace(config, "model", kernel="auto"), "run", compile=False)
-    found = {"torch": Steps(replace(ours, "model", kernel="torch")), "eager": Steps(ours)}
+    found = {"torch": steps_of(replace(ours, "model", kernel="torch")), "eager": steps_of(ours)}
     if compiled:
         with contextlib.suppress(UserError):  # no C++ compiler
-            found["compiled"] = Steps(replace(ours, "run", compile=True))
+            found["compiled"] = steps_of(replace(ours, "run", compile=True))
     return found
 
 
 def measure(config: Config, rounds: int, compiled: bool) -> dict[str, Any]:
     """FLOPs, shares of time, the ceiling, and the modes' speed relative to PyTorch's own operators."""
     runs = modes(config, compiled)
-    times = relative(in_turn(runs, rounds), "torch")
+    times = speeds(runs, rounds, "torch")
     count = flops(runs["eager"])
     trainer = runs["eager"].trainer
     rate = matrix_rate(trainer.runtime.device, trainer.model.compute_dtype)
@@ -288,35 +244,3 @@ def draw(found: dict[str, Any], path: Path) -> None:
     axes.set_xlim(0, 1)
     figure.legend(loc="outside lower center", ncols=3, frameon=False)
     figure.savefig(path, dpi=150)
-
-
-def main(argv: Sequence[str]) -> None:
-    try:
-        end = argv.index("--") if "--" in argv else len(argv)
-        options = command_line(Options, argv[:end], "python -m tools.profile")
-        check_writable("--json", options.json)
-        check_writable("--picture", options.picture)
-        config = load_config([options.recipe, *argv[end + 1 :]])
-        if options.switches:
-            found = switches(config, options.rounds or ROUNDS)
-            text = "\n".join(lines(found))
-        elif options.logging:
-            cost = logging_cost.measure(config, options.rounds)
-            found = asdict(cost) | {"share": cost.share}
-            text = str(cost)
-        else:
-            found = measure(config, options.rounds or ROUNDS, options.compiled)
-            text = "\n".join(table(found))
-            if options.picture:
-                with new_file(Path(options.picture)) as file:
-                    draw(found, file)
-        if options.json:
-            with new_file(Path(options.json)) as file:
-                file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-        say(text)
-    except UserError as e:
-        user_error(str(e))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -6,7 +6,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from tools.output import new_file, say
+from base.files import atomic_file
 
 Cells = list[dict[str, Any]]
 
@@ -15,13 +15,23 @@ def write(path: Path, cells: Cells, command: str) -> None:
     """path.json (every cell), path.md (the table) and path.png (curves and final losses)."""
     text = json.dumps({"command": command, "cells": cells}).replace('{"cell"', '\n{"cell"')
     table = "\n".join(lines(cells))
-    with new_file(Path(f"{path}.json")) as file:
+    with atomic_file(Path(f"{path}.json")) as file:
         file.write_text(text + "\n", encoding="utf-8")
-    with new_file(Path(f"{path}.md")) as file:
+    with atomic_file(Path(f"{path}.md")) as file:
         file.write_text(f"From {path.name}.json, by `{command}`.\n\n{table}\n", encoding="utf-8")
-    with new_file(Path(f"{path}.png")) as file:
+    with atomic_file(Path(f"{path}.png")) as file:
         draw(cells, file)
-    say(f"{table}\n\n{path}.json, .md and .png")
+    print(f"{table}\n\n{path}.json, .md and .png")
+
+
+def foreign(path: Path) -> Path | None:
+    """The first file in the way of `write` that is not its own: what the .md and the picture belong to is the .json."""
+    kinds = [Path(f"{path}.{kind}") for kind in ("json", "md", "png")]
+    try:
+        own = {"command", "cells"} == json.loads(kinds[0].read_text(encoding="utf-8")).keys()
+    except (OSError, ValueError, AttributeError):
+        own = False
+    return None if own else next((file for file in kinds if file.exists()), None)
 
 
 def settings(cells: Cells) -> dict[tuple, Cells]:

@@ -1,0 +1,1 @@
+"""Where the time of training goes: by class of operator, by switch, and to logging."""

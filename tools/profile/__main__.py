@@ -1,0 +1,104 @@
+"""Where the time of a training step goes, how fast every switch is, and what logging costs.
+
+    python -m tools.profile configs/shakespeare_char_cpu.toml
+    python -m tools.profile configs/quickstart.toml --picture profile.png -- --norm rmsnorm
+    python -m tools.profile switches configs/shakespeare_char_cpu.toml
+    python -m tools.profile logging configs/shakespeare_char_cpu.toml
+
+Flags after `--` are train.py's. The first form is short for `python -m tools.profile step`.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from pydantic.dataclasses import dataclass
+
+from base.cli import STRICT, Positional, options, require, run
+from base.files import atomic_file, check_writable
+from configs import Config, load_config
+from tools.profile import classes, logging_cost, steps
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Measurement:
+    recipe: Positional[str]
+    """A recipe, as for train.py."""
+    json: str = ""
+    """File for the numbers."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Step(Measurement):
+    """Where the time of a step goes, by class of operator (also without this word)."""
+
+    rounds: int = 10
+    """Steps of each kind that are measured."""
+    compiled: bool = True
+    """Also compile the model, which takes a minute or two."""
+    picture: str = ""
+    """File for the picture of the classes (.png or .svg)."""
+
+    def __post_init__(self):
+        steps.check_rounds(self.rounds)
+        kind = Path(self.picture).suffix
+        wanted = not self.picture or kind in (".png", ".svg")
+        require(wanted, f"--picture wants a .png or an .svg, not {kind!r}")
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Switches(Measurement):
+    """The speed of every norm, placement and qk_norm relative to pre LayerNorm."""
+
+    rounds: int = 10
+    """Steps of each setting that are measured."""
+
+    def __post_init__(self):
+        steps.check_rounds(self.rounds)
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Logging(Measurement):
+    """What logging costs."""
+
+    rounds: int | None = None
+    """Logged steps that are measured; as many as two minutes hold if not given."""
+
+    def __post_init__(self):
+        steps.check_rounds(self.rounds or 2)
+
+
+def measure(act: Step | Switches | Logging, config: Config) -> tuple[dict[str, Any], str]:
+    """The numbers, and the text that tells them."""
+    if isinstance(act, Switches):
+        found = steps.switches(config, act.rounds)
+        return found, "\n".join(steps.lines(found))
+    if isinstance(act, Logging):
+        cost = logging_cost.measure(config, act.rounds)
+        return asdict(cost) | {"share": cost.share}, str(cost)
+    found = classes.measure(config, act.rounds, act.compiled)
+    if act.picture:
+        with atomic_file(Path(act.picture)) as file:
+            classes.draw(found, file)
+    return found, "\n".join(classes.table(found))
+
+
+def main(argv: Sequence[str]) -> None:
+    own, flags = steps.apart(argv)
+    if own[:1] not in (["step"], ["switches"], ["logging"], ["--help"], ["-h"]):
+        own = ["step", *own]
+    about = "Where the time of training goes. Flags of train.py follow after `--`, as in `-- --batch-size 4`."
+    act = options(Step | Switches | Logging, own, "python -m tools.profile", about)
+    check_writable("--json", act.json)
+    check_writable("--picture", getattr(act, "picture", ""))
+    found, text = measure(act, load_config([act.recipe, *flags]))
+    if act.json:
+        with atomic_file(Path(act.json)) as file:
+            file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    print(text)
+
+
+if __name__ == "__main__":
+    run(main)

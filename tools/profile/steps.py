@@ -1,0 +1,103 @@
+"""Whole training steps of settings that take turns, and the rate that the machine reaches at most."""
+
+import itertools
+import statistics
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from base.cli import UserError
+from base.timing import in_turn, relative, seconds
+from configs import Config, replace
+from training.setup import open_data, start
+from training.trainer import Trainer
+
+WARM_UP = 3  # steps before those that count
+MATRIX = {
+    "cpu": 1024,
+    "mps": 4096,
+    "cuda": 8192,
+}  # rows and columns of a product that keeps the whole device busy
+PRODUCTS = 4  # between two looks at the clock
+REFERENCE = "layernorm pre"
+
+
+class Steps:
+    """A training run, a step at a time, with the metrics left on the device."""
+
+    def __init__(self, trainer: Trainer):
+        self.trainer, self.index = trainer, 0
+        self.wait = torch.get_device_module(trainer.runtime.device).synchronize
+
+    def __call__(self) -> None:
+        self.trainer.step(self.index, watch=False)
+        self.index += 1
+
+    def seconds(self, count: int = 1) -> float:
+        """The time of one step, as the mean of the next `count`."""
+
+        def steps() -> None:
+            for _ in range(count):
+                self()
+
+        return seconds(steps, self.wait) / count
+
+    @property
+    def tokens(self) -> int:
+        return self.trainer.config.optim.batch_size * self.trainer.config.model.block_size
+
+
+def steps_of(config: Config) -> Steps:
+    """The run that train.py would begin, before its first step."""
+    config, runtime = start(config)
+    config, dataset = open_data(config, runtime)
+    return Steps(Trainer(config, runtime, dataset))
+
+
+def speeds(runs: dict[str, Steps], rounds: int, reference: str) -> dict[str, dict[str, float]]:
+    """The speed of each run relative to the reference's, and the median milliseconds of its steps."""
+    times = in_turn({name: run.seconds for name, run in runs.items()}, rounds, WARM_UP)
+    table = relative(times, reference)
+    return {name: row | {"step_ms": 1e3 * statistics.median(times[name])} for name, row in table.items()}
+
+
+def switches(config: Config, rounds: int) -> dict[str, dict[str, float]]:
+    """The speed of 2 norms x 4 placements x qk_norm off and head, relative to pre LayerNorm."""
+    runs = {}
+    choices = (("layernorm", "rmsnorm"), ("pre", "post", "output", "sandwich"), ("off", "head"))
+    for norm, placement, qk_norm in itertools.product(*choices):
+        name = f"{norm} {placement}" + (f" qk_norm {qk_norm}" if qk_norm != "off" else "")
+        changes = {"norm": norm, "placement": placement, "qk_norm": qk_norm}
+        runs[name] = steps_of(replace(config, "model", **changes))
+    return speeds(runs, rounds, REFERENCE)
+
+
+def lines(table: dict[str, dict[str, float]]) -> Iterable[str]:
+    """The table of `switches` as Markdown."""
+    yield "| setting | tokens/s, relative | quartiles |"
+    yield "|---|---|---|"
+    for name, row in table.items():
+        yield f"| {name} | {row['ratio']:.2f} | {row['low']:.2f} to {row['high']:.2f} |"
+
+
+def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of large square matrix products, the fastest of some: what the machine can do at most."""
+    size, wait = MATRIX[device.type], torch.get_device_module(device).synchronize
+    a = torch.randn(size, size, device=device).to(dtype)
+
+    def products() -> None:
+        for _ in range(PRODUCTS):
+            a @ a
+
+    return PRODUCTS * 2 * size**3 / min(seconds(products, wait) for _ in range(10))
+
+
+def check_rounds(rounds: int) -> None:
+    if rounds < 2:
+        raise UserError(f"--rounds is {rounds}; quartiles want at least 2")
+
+
+def apart(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """A tool's own flags, and those of train.py, which follow after `--`."""
+    end = argv.index("--") if "--" in argv else len(argv)
+    return list(argv[:end]), list(argv[end + 1 :])
