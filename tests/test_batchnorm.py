@@ -2,7 +2,6 @@
 
 import copy
 import json
-import sys
 
 import pytest
 import torch
@@ -200,9 +199,7 @@ def test_two_processes_normalize_as_one(tmp_path):
 def test_a_run_warns_keeps_its_statistics_and_goes_on_with_them(tmp_path, capsys, monkeypatch):
     (tmp_path / "text.txt").write_text("to be, or not to be: that is the question\n" * 200, encoding="utf-8")
     prepared = ["text", "--name", "bard", "--files", str(tmp_path / "text.txt"), "--tokenizer", "char"]
-    monkeypatch.setattr(sys, "argv", ["prepare", *prepared, "--data-dir", str(tmp_path)])
-    with pytest.raises(SystemExit, match="0"):
-        prepare.main()
+    prepare.main([*prepared, "--data-dir", str(tmp_path)])
     flags = (
         "--n-layer 1 --n-head 2 --n-embd 16 --block-size 16 --batch-size 4 --eval-tokens 256 --norm batchnorm"
     )

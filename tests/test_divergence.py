@@ -105,7 +105,7 @@ def test_a_failed_step_changes_nothing_and_neither_does_any_after_it(norm, tmp_p
     trainer.loss_limit.fill_(0.1)
     for index in range(3, 6):
         trainer.step(index, False)
-    assert int(trainer.failed_step) == 3
+    assert int(trainer.held_step) == 3
     after = trainer.state()[1]
     for name, moment in moments.items():
         assert all(torch.equal(moment[k], after[name][k]) for k in moment), name

@@ -144,7 +144,7 @@ def test_a_step_faults_no_page_in_again(data):
         import resource, sys
         from configs import load_config
         from training.parallel import Runtime
-from training.setup import start
+        from training.setup import start
         from training.trainer import Trainer
         from data import open_dataset
 

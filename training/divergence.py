@@ -119,7 +119,7 @@ class Guard:
 
     def tell_spike(self) -> None:
         """Reports and keeps the step that has begun a spike, and lets the run go on; all processes take part."""
-        index = int(self.trainer.spike_step)
+        index = int(self.trainer.held_step)
         found = diagnose(self.trainer, index, self.history.rows)
         text = report(found, "spiked", index, self.history.rows, self.trainer.config)
         folder = self.run.folder.path / "spikes" / f"step_{index + 1:08d}"
@@ -133,7 +133,7 @@ class Guard:
 
     def stop(self) -> NoReturn:
         """Diagnoses the failed step, saves it and raises Diverged; all processes take part."""
-        index, rows = int(self.trainer.failed_step), self.history.rows
+        index, rows = int(self.trainer.held_step), self.history.rows
         found = diagnose(self.trainer, index, rows)
         text = report(found, "diverged", index, rows, self.trainer.config)
         saved = self.save(self.run.folder.path / "diverged", index, text)
