@@ -20,6 +20,7 @@ from torch import Tensor
 from base.cli import UserError
 from base.files import atomic_folder
 from configs import Config, replace, to_toml
+from model import PLACEMENTS
 from training import checkpoint
 from training.dynamics import fetch
 from training.metrics import Row, depth_names, parse
@@ -29,7 +30,6 @@ from training.trainer import Trainer
 
 EXIT_CODE = 3  # 2 is a user's mistake, 1 a fault of the program
 KEPT_SPIKES = 3  # the newest
-PLACEMENTS = {"pre": {"in"}, "post": {"post"}, "output": {"out"}, "sandwich": {"in", "out"}}
 HISTORY = 64  # rows at most that a failed step is compared with
 
 
@@ -303,7 +303,7 @@ def advise(config: Config) -> list[str]:
         advice.append("--dtype bfloat16 or float32, as float16 ends at 65,504")
     if not config.optim.grad_clip:
         advice.append("--grad-clip 1")
-    advice.append(advice_by_norms(frozenset().union(*(PLACEMENTS[name] for name in [model.placement]))))
+    advice.append(advice_by_norms(frozenset().union(*(PLACEMENTS[name] for name in model.placements))))
     if model.qk_norm == "off":
         advice.append("--qk-norm head, which bounds the attention logits")
     return advice
