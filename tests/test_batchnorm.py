@@ -2,7 +2,6 @@
 
 import copy
 import json
-import sys
 
 import pytest
 import torch
@@ -99,11 +98,11 @@ def test_every_placement_is_the_one_equation(placement):
     logits, _ = model(ids(), watch=stream.append)
     x = model.pos_embed(model.embed(ids()))
     for k, (branch, join) in enumerate(zip(model.branches, model.joins, strict=True)):
-        norm_in = model.entry if k == 0 else getattr(model.joins[k - 1], "next_norm", None)
+        norm_in = model.entry if k == 0 else model.joins[k - 1].next_norm
         s = branch(n(norm_in, x) if placement in ("pre", "sandwich") else x)
         if placement in ("output", "sandwich"):
             s = n(join.out_norm, s)
-        x = n(join.next_norm, x + s) if placement == "post" else x + s
+        x = n(join.post_norm, x + s) if placement == "post" else x + s
         assert torch.allclose(stream[k + 1], x, rtol=0, atol=1e-5)
     h = x if placement == "post" else n(model.joins[-1].next_norm, x)
     assert torch.allclose(logits, model.head(h), rtol=0, atol=1e-5)
@@ -149,7 +148,7 @@ def test_the_bias_switch_and_the_count_of_parameters(bias):
 
 @pytest.mark.parametrize(
     ("switches", "reason"),
-    [({"kernel": "triton"}, "never fused"), ({"qk_norm": "head"}, "qk_norm head is offered for")],
+    [({"kernel": "triton"}, "never fused"), ({"qk_norm": "head"}, "are for norms of a token")],
 )
 def test_what_does_not_go_with_it_is_refused(switches, reason):
     with pytest.raises(ValueError, match=reason):
@@ -198,12 +197,10 @@ def test_two_processes_normalize_as_one(tmp_path):
 # ---- a run
 
 
-def test_a_run_warns_keeps_its_statistics_and_goes_on_with_them(tmp_path, capsys, monkeypatch):
+def test_a_run_warns_keeps_its_statistics_and_goes_on_with_them(tmp_path, capsys):
     (tmp_path / "text.txt").write_text("to be, or not to be: that is the question\n" * 200, encoding="utf-8")
     prepared = ["text", "--name", "bard", "--files", str(tmp_path / "text.txt"), "--tokenizer", "char"]
-    monkeypatch.setattr(sys, "argv", ["prepare", *prepared, "--data-dir", str(tmp_path)])
-    with pytest.raises(SystemExit, match="0"):
-        prepare.main()
+    prepare.main([*prepared, "--data-dir", str(tmp_path)])
     flags = (
         "--n-layer 1 --n-head 2 --n-embd 16 --block-size 16 --batch-size 4 --eval-tokens 256 --norm batchnorm"
     )

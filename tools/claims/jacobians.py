@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.autograd.functional import jacobian
 
 from kernels import reference
-from model import GPT, ModelConfig, Norm, joins
+from model import GPT, Join, ModelConfig, Norm
 from tools.claims.claim import Check, at_most, claim, control, equal
 from tools.claims.small import (
     KINDS,
@@ -57,7 +57,7 @@ def zero_branches():
             f"pre, {name}: |J - I|", largest(jacobian_at(lambda v, m=pre: first_block(m, v), x) - eye), 1e-12
         )
         token = x.view(1, 1, -1)
-        is_norm = largest(first_block(post, token) - post.joins[0].next_norm(token))
+        is_norm = largest(first_block(post, token) - post.joins[0].post_norm(token))
         yield at_most(f"post, {name}: |y - N(x)|", is_norm, 1e-12)
         shift = largest(jacobian_at(lambda v, m=post: first_block(m, v), x) @ ONES)
         check = at_most(f"post, {name}: |J 1|", shift, 1e-12)
@@ -108,7 +108,7 @@ def eigenvectors():
 
 def inner_join(placement: str, kind: str) -> nn.Module:
     """A join between two branches, with random gains."""
-    join = joins(ModelConfig(**SHAPE, placement=placement, norm=kind))[0].double()
+    join = Join(ModelConfig(**SHAPE, placement=placement, norm=kind), 0).double()
     randomize(join, spread=0.3)
     return join
 
@@ -117,13 +117,14 @@ def handed_back(
     placement: str, join: nn.Module, x: Tensor, s: Tensor, dr: Tensor, dy: Tensor
 ) -> dict[str, Tensor]:
     """The hand-written backward of a join: gradients by name. dr comes from the stream, dy from the next branch."""
-    norms = {"out": getattr(join, "out_norm", None), "then": getattr(join, "next_norm", None)}
+    norms = {"out": join.out_norm, "then": join.post_norm or join.next_norm}
     gains = {name: (norm.weight, norm.bias) for name, norm in norms.items() if norm is not None}
     norm: Norm = norms["then"] or norms["out"]
     if placement == "post":  # stream and branch read the same h, and nobody the sum
         dr, dy = None, dr + dy
-    found = reference.join_backward(dr, dy, x, s, **gains, kind=norm.how["kind"], eps=norm.how["eps"])
-    names = ["x", "s", "out_norm.weight", "out_norm.bias", "next_norm.weight", "next_norm.bias"]
+    found = reference.join_backward(dr, dy, x, s, **gains, kind=norm.kind, eps=norm.eps)
+    then = "post_norm" if join.post_norm else "next_norm"
+    names = ["x", "s", "out_norm.weight", "out_norm.bias", f"{then}.weight", f"{then}.bias"]
     dx, ds, dout, dthen = found
     gradients = dict(zip(names, (dx, ds, *(dout or (None, None)), *(dthen or (None, None))), strict=True))
     return {name: gradient for name, gradient in gradients.items() if gradient is not None}

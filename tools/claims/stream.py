@@ -2,16 +2,16 @@
 
 import torch
 
-from model import ModelConfig, PreJoin
+from model import Join, ModelConfig
 from tools.claims.claim import claim, control, near
 from tools.claims.small import NEGLIGIBLE, row
 from training.dynamics import mean_square
 from training.probe import mean_angle
 
 
-def pre_join(kind: str, width: int) -> PreJoin:
+def pre_join(kind: str, width: int) -> Join:
     """r = x + s, of which the stream keeps r and the next branch reads N(r)."""
-    return PreJoin(ModelConfig(n_embd=width, n_head=1, norm=kind, norm_eps=NEGLIGIBLE)).double()
+    return Join(ModelConfig(n_embd=width, n_head=1, norm=kind, norm_eps=NEGLIGIBLE)).double()
 
 
 UPDATES = 3
