@@ -62,7 +62,8 @@ class Case:
 
 
 def call(case, tensors, functions=kernels, eps=EPS, **how):
-    """The results by name, from `functions` with norm and join."""
+    """The results by name, from `functions` with norm and join: those of `kernels` run Triton unless told otherwise."""
+    how = ({"impl": "triton"} if functions is kernels else {}) | how
     gains = (tuple(tensors.get(f"{norm}_{part}") for part in ("weight", "bias")) for norm in ("out", "then"))
     x = tensors["x"]
     s = tensors.get("s", x if x.dtype == torch.float64 else x.to(case.branch))  # a norm looks at its dtype
