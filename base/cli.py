@@ -154,11 +154,19 @@ def flags_from(cls: type, defaults: Any = None) -> list[Flag]:
         given = [unannotated(kind) for kind in kinds if kind is not types.NoneType]
         required = field.is_required() and defaults is None
         default = getattr(defaults, name, None) if defaults else field.get_default(call_default_factory=True)
-        about = " ".join((field.description or "").split())
+        about = " ".join(description(cls, name).split())
         flags.append(
             Flag(name, given[0], len(given) < len(kinds), default, required, about, tuple(field.metadata))
         )
     return flags
+
+
+def description(cls: type, name: str) -> str:
+    """The docstring of a field. pydantic finds it in the class that defines the field, not in one that inherits it."""
+    fields = [
+        owner.__pydantic_fields__.get(name) for owner in cls.__mro__ if hasattr(owner, "__pydantic_fields__")
+    ]
+    return next((field.description for field in fields if field and field.description), "")
 
 
 def unannotated(kind: Any) -> Any:
@@ -312,7 +320,8 @@ def options(cls: Any, argv: Sequence[str], prog: str, description: str | None = 
     """
     if is_union(cls):
         return subcommand(typing.get_args(cls), argv, prog, description or "")
-    parser = Parser(prog, description or cls.__doc__ or "", [Group("flags", flags_from(cls))])
+    flags = sorted(flags_from(cls), key=lambda flag: not flag.required)
+    parser = Parser(prog, description or cls.__doc__ or "", [Group("flags", flags)])
     return checked(cls, parser.parse(argv))
 
 
@@ -377,8 +386,8 @@ def run(main: Callable[[Sequence[str]], None], *, result_is_printed: bool = True
     except UserError as e:
         print(f"error: {e}", file=sys.stderr)
         code = EXIT_MISTAKE
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+    except KeyboardInterrupt as e:
+        print("; ".join(["interrupted", *map(str, e.args)]), file=sys.stderr)
         code = EXIT_INTERRUPTED
     except SystemExit as e:
         code = e.code

@@ -49,7 +49,7 @@ def atomic_file(path: Path) -> Iterator[Path]:
         if is_special(path):
             yield path
             return
-        target = path.resolve()
+        target = Path(os.path.realpath(path))
         temporary = target.with_name(f".writing_{target.name}")
         try:
             yield temporary
@@ -65,13 +65,14 @@ def atomic_file(path: Path) -> Iterator[Path]:
 def atomic_folder(path: Path, *, replace: bool = False, wait: bool = False) -> Iterator[Path]:
     """An empty folder to fill, which takes the name `path` when the block ends well, and else is deleted.
 
+    A folder that the block leaves empty is deleted, too, and then nothing is replaced.
     replace: whether a folder of this name may stand there, which is then deleted. wait: for another process that
     fills the same. What a killed process left is put right first. A link stays a link. Raises UserError for an
     OSError, also of the block, and where another process fills the same folder.
     """
     path = Path(path)
     with writing(path):
-        target = path.resolve()
+        target = Path(os.path.realpath(path))
         temporary = target.with_name(f".writing_{target.name}")
         with lock_folder(temporary, path, wait) as held:
             replaced = target.with_name(f".replaced_{target.name}")
@@ -80,6 +81,8 @@ def atomic_folder(path: Path, *, replace: bool = False, wait: bool = False) -> I
                 remove(left_over)
             try:
                 yield temporary
+                if not any(temporary.iterdir()):
+                    return
                 for file in [*temporary.iterdir(), temporary]:
                     sync(file)
                 if replace and target.exists():

@@ -1,7 +1,7 @@
 """Data: token files, and the batches that a step of training or evaluation takes from them.
 
 - `data.prepare`: text to token files, on the command line; `data.sources` reads, `data.build` tokenizes and
-  writes, `data.publish` gives a finished folder its name
+  writes
 - `data.dataset`: opens a folder of token files; `data.files` knows their layouts
 - `data.batches`: which windows belong to which step
 - `data.tokenizer`: text to ids and back

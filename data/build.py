@@ -1,4 +1,7 @@
-"""From a source to a data set: tokenize, deal out to training and validation, write, publish."""
+"""From a source to a data set: tokenize, deal out to training and validation, write.
+
+A data set appears under its name whole or not at all, whatever is killed and whoever else prepares it.
+"""
 
 import json
 import os
@@ -16,9 +19,9 @@ import numpy as np
 from tqdm import tqdm
 
 from base.cli import UserError
-from data.dataset import DATA_ROOT
-from data.publish import is_done, new_folder, publish
-from data.sources import Piece, Source, StandardLibrary
+from base.files import atomic_folder
+from data.dataset import DATA_ROOT, open_dataset, read_meta
+from data.sources import Piece, Source, StandardLibrary, reading
 from data.tokenizer import CharTokenizer, Tokenizer, check_tokenizer_name, load_tokenizer
 
 MAX_WORKERS = 1024
@@ -73,11 +76,14 @@ def prepare(
         raise UserError(f"--workers must lie between 0 and {MAX_WORKERS}, not {workers}")
     if workers == 0:
         workers = 1 if tokenizer in ("byte", "char") else os.cpu_count() or 1
-    with new_folder(name, root) as folder:
-        request = _as_recorded(source.describe() | {"tokenizer": tokenizer} | vars(amounts))
-        if not overwrite and is_done(root / name, request):
-            print(f"{root / name} is already prepared from this source with this tokenizer: nothing to do")
-            return root / name
+    target = root / _checked_name(name)
+    with atomic_folder(target, replace=True, wait=True) as folder:
+        with reading():
+            described = source.describe()
+        request = _as_recorded(described | {"tokenizer": tokenizer} | vars(amounts))
+        if target.exists() and _is_done(target, request, overwrite):
+            print(f"{target} is already prepared from this source with this tokenizer: nothing to do")
+            return target  # the folder is empty, and so nothing is replaced
         encoder = _make_tokenizer(tokenizer, source, amounts)
         splits = _write_tokens(folder, source, encoder, amounts, workers)
         meta = {
@@ -88,12 +94,37 @@ def prepare(
             "request": request,
         }
         (folder / "meta.json").write_text(json.dumps(meta, indent=2), encoding="utf-8")
-        publish(folder, root / name)
     print(
-        f"{root / name}: {splits['train'].tokens:,} tokens to train on, {splits['val'].tokens:,} for "
+        f"{target}: {splits['train'].tokens:,} tokens to train on, {splits['val'].tokens:,} for "
         f"validation, vocabulary of {encoder.vocab_size:,} ({encoder.name})"
     )
-    return root / name
+    return target
+
+
+def _checked_name(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", name) or name == "__pycache__":
+        raise UserError(f"{name!r} cannot name a data set: use letters, digits, '-', '_' and '.'")
+    return name
+
+
+def _is_done(target: Path, request: dict, overwrite: bool) -> bool:
+    """Whether an existing `target` was made by this request, and is not to be made again.
+
+    Raises UserError when it is not ours, was made by another request, or is damaged.
+    """
+    if not (target / "meta.json").exists():
+        raise UserError(f"{target} exists and was not made by data.prepare; remove it or choose another name")
+    if overwrite:
+        return False
+    made_by = read_meta(target).request
+    differing = sorted(key for key in request.keys() | made_by.keys() if request.get(key) != made_by.get(key))
+    if differing:
+        raise UserError(
+            f"{target} was already made from something else (different: {', '.join(differing)}); pass "
+            "another --name, or --overwrite to replace it"
+        )
+    open_dataset(str(target))
+    return True
 
 
 def _as_recorded(request: dict) -> dict:
@@ -109,7 +140,7 @@ def _make_tokenizer(name: str, source: Source, amounts: Amounts) -> Tokenizer:
         return load_tokenizer({"name": name})
     characters = set() if source.one_text else {"\n"}
     seen = 0
-    for piece in source.pieces():
+    for piece in _pieces(source):
         characters.update(piece.text)
         seen += len(piece.text)
         if amounts.max_tokens is not None and seen >= amounts.max_tokens:
@@ -117,6 +148,12 @@ def _make_tokenizer(name: str, source: Source, amounts: Amounts) -> Tokenizer:
     if not seen:
         raise _no_text()
     return CharTokenizer("".join(characters))
+
+
+def _pieces(source: Source) -> Iterator[Piece]:
+    """The source's pieces. Raises UserError where it cannot be read, which is not to be told as a failed write."""
+    with reading():
+        yield from source.pieces()
 
 
 def _no_text() -> UserError:
@@ -129,9 +166,9 @@ def _write_tokens(
     folder: Path, source: Source, tokenizer: Tokenizer, amounts: Amounts, workers: int
 ) -> dict[str, "TokenFile"]:
     """Write `train.bin` and `val.bin` into `folder`; returns their closed TokenFiles by name."""
-    pieces = source.pieces()
+    pieces = _pieces(source)
     if source.one_text:
-        characters = sum(len(piece.text) for piece in source.pieces())
+        characters = sum(len(piece.text) for piece in _pieces(source))
         pieces = _cut(pieces, int(characters * (1 - amounts.val_fraction)))
     end = _document_end(source, tokenizer)
     with (

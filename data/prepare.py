@@ -8,26 +8,19 @@
 
 import os
 import sys
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
 
-import tyro
+from pydantic.dataclasses import dataclass
 
-from base.cli import UserError
+from base.cli import STRICT, options, run
 from data.build import Amounts, prepare
-from data.command_line import read_flags
 from data.dataset import DATA_ROOT
 from data.sources import HuggingFace, StandardLibrary, TextFiles, find_files
-from data.terminal import forgive_output
 
 
-@dataclass(frozen=True)
-class Options:
-    """Common to all sources."""
-
-    # a line each: tyro keeps the line breaks of an indented docstring
-
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Common:
     tokenizer: str = "byte"
     """byte (no download), char (one id per character of the text), gpt2, or another of tiktoken's encodings."""
     val_fraction: float = 0.1
@@ -40,17 +33,16 @@ class Options:
     """Replace a data set of the same name."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Stdlib:
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Stdlib(Common):
     """The Python standard library's own source text on this machine, about 12 MB: needs no network."""
 
     name: str = "stdlib"
     """Name of the data set, for train.py --dataset."""
-    common: tyro.conf.OmitArgPrefixes[Options] = Options()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Text:
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Text(Common):
     """Local .txt, .md, .jsonl and .parquet files."""
 
     name: str
@@ -59,11 +51,10 @@ class Text:
     """Files, folders and globs. Files of other kinds are read as plain text when named one by one."""
     column: str = "text"
     """Which column of .jsonl and .parquet files holds the text."""
-    common: tyro.conf.OmitArgPrefixes[Options] = Options()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Hf:
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Hf(Common):
     """A data set from the Hugging Face hub, or a local folder in its format; streamed, not stored."""
 
     name: str
@@ -80,20 +71,16 @@ class Hf:
     """Stop after this many tokens, training and validation together."""
     val_tokens: int | None = None
     """Stop giving documents to validation when it has this many tokens."""
-    common: tyro.conf.OmitArgPrefixes[Options] = Options()
 
 
-Command = (
-    Annotated[Stdlib, tyro.conf.subcommand("stdlib")]
-    | Annotated[Text, tyro.conf.subcommand("text")]
-    | Annotated[Hf, tyro.conf.subcommand("hf")]
-)
-
-
-def run(command: Stdlib | Text | Hf) -> None:
-    """Prepare what the command line asks for. Raises UserError."""
-    options = command.common
-    amounts = Amounts(options.val_fraction)
+def main(argv: Sequence[str]) -> None:
+    command = options(
+        Stdlib | Text | Hf,
+        argv,
+        "python -m data.prepare",
+        "Turn text into the token files that train.py reads.",
+    )
+    amounts = Amounts(command.val_fraction)
     match command:
         case Stdlib():
             source = StandardLibrary()
@@ -101,39 +88,27 @@ def run(command: Stdlib | Text | Hf) -> None:
             source = TextFiles(find_files(command.files), command.column)
         case Hf():
             source = HuggingFace(command.path, command.config, command.split, command.column)
-            amounts = Amounts(options.val_fraction, command.val_tokens, command.max_tokens)
-    prepare(
-        source,
-        name=command.name,
-        tokenizer=options.tokenizer,
-        amounts=amounts,
-        root=options.data_dir,
-        workers=options.workers,
-        overwrite=options.overwrite,
-    )
-
-
-def main() -> None:
-    description = "Turn text into the token files that train.py reads."
-    command, code = None, 0
+            amounts = Amounts(command.val_fraction, command.val_tokens, command.max_tokens)
     try:
-        command = read_flags(Command, sys.argv[1:], "python -m data.prepare", description, UserError)
-        run(command)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        code = 2
+        prepare(
+            source,
+            name=command.name,
+            tokenizer=command.tokenizer,
+            amounts=amounts,
+            root=command.data_dir,
+            workers=command.workers,
+            overwrite=command.overwrite,
+        )
     except KeyboardInterrupt:
-        print("interrupted; nothing was kept", file=sys.stderr)
-        code = 130
-    if isinstance(command, Hf):
+        raise KeyboardInterrupt("nothing was kept") from None
+
+
+if __name__ == "__main__":
+    try:
+        run(main, result_is_printed=False)
+    except SystemExit as e:
         # All files are closed by now, and pyarrow's reader threads may abort a regular exit after streaming:
         # https://github.com/apache/arrow/issues/45214
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)
-    sys.exit(code)
-
-
-if __name__ == "__main__":
-    forgive_output()
-    main()
+        os._exit(e.code or 0)

@@ -5,6 +5,7 @@ passes through memory a piece at a time.
 """
 
 import codecs
+import contextlib
 import glob
 import json
 import os
@@ -102,6 +103,17 @@ class TextFiles:
                 yield from _in_pieces(read_text(path))
 
 
+@contextlib.contextmanager
+def reading() -> Iterator[None]:
+    """An OSError inside becomes a UserError that names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{error.filename or 'the source'} cannot be read: {error.strerror or error}"
+        ) from error
+
+
 def find_files(patterns: list[str]) -> tuple[Path, ...]:
     """Files, folders (searched for text files) and globs, as absolute paths; each file once, folders sorted.
 
@@ -109,10 +121,8 @@ def find_files(patterns: list[str]) -> tuple[Path, ...]:
     """
     found: list[Path] = []
     for pattern in patterns:
-        try:
+        with reading():
             found += _matches(pattern)
-        except OSError as error:
-            raise UserError(f"{error.filename} cannot be read: {error.strerror}") from error
     return tuple(dict.fromkeys(path.resolve() for path in found))
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from base.cli import UserError
 from model import GPT, ModelConfig
 from tools import convert
 
@@ -20,15 +21,12 @@ def build(**switches) -> GPT:
     return model
 
 
-def error_of(capsys, *argv) -> str:
-    """The one line that a mistaken command prints before it ends with 2."""
-    with pytest.raises(SystemExit) as stopped:
+def error_of(*argv) -> str:
+    """The sentence by which a command refuses."""
+    with pytest.raises(UserError) as refused:
         convert.main([str(a) for a in argv])
-    assert stopped.value.code == 2
-    message = capsys.readouterr().err
-    assert message.startswith("error: ")
-    assert message.count("\n") == 1
-    return message
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
 
 
 def nanogpt_checkpoint(bias: bool) -> dict:

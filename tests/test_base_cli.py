@@ -16,11 +16,15 @@ NORMS = {"layernorm": 1, "rmsnorm": 2}
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class ToHf:
-    """Write a model."""
-
+class Run:
     run: Positional[str]
     """A run's folder."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ToHf(Run):
+    """Write a model."""
+
     out: Annotated[str, Short("-o")]
     """The folder to make."""
     n_layer: int = 12

@@ -14,12 +14,13 @@ import torch.nn.functional as F
 from convert_cases import LLAMA, build, error_of, nanogpt_checkpoint
 
 import train
+from base import files
+from base.cli import UserError
 from configs import load_config
 from data import load_tokenizer, tokenizer
 from tools import convert, sample
 from tools.interchange import resolved
 from tools.vocabulary import merges, recognize, tokenizer_files
-from training import checkpoint
 from training.checkpoint import load_model
 from training.model_file import about, model_weights, read_about, save_model
 
@@ -60,15 +61,21 @@ def nanogpt_logits(weights, tokens, n_layer, n_head):
     return norm(x, "transformer.ln_f") @ weights["lm_head.weight"].T
 
 
-@pytest.mark.parametrize("bias", [True, False])
-def test_nanogpts_checkpoint_comes_in_with_its_logits(bias, tmp_path):
+@pytest.mark.parametrize("wrapper", ["", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
+@pytest.mark.parametrize(("bias", "tied"), [(True, True), (False, False)])
+def test_nanogpts_checkpoint_comes_in_with_its_logits(bias, tied, wrapper, tmp_path, capsys):
+    """Whatever has wrapped it, and with the head that it has."""
     checkpoint = nanogpt_checkpoint(bias)
+    weights = {name.removeprefix("_orig_mod."): t for name, t in checkpoint["model"].items()}
+    if not tied:
+        weights["lm_head.weight"] = weights["lm_head.weight"] + 1
+    checkpoint["model"] = {f"{wrapper}{name}": t for name, t in weights.items()}
     torch.save(checkpoint, tmp_path / "ckpt.pt")
     convert.main(["from-nanogpt", str(tmp_path / "ckpt.pt"), "-o", str(tmp_path / "ours")])
     model = load_model(tmp_path / "ours")
-    assert (model.config.bias, model.config.mlp) == (bias, "gelu")
+    assert (model.config.bias, model.config.mlp, model.config.tie_embeddings) == (bias, "gelu", tied)
+    assert ("holds another one: tie_embeddings is False" in capsys.readouterr().out) != tied
     tokens = torch.randint(23, (3, 12), generator=torch.Generator().manual_seed(1))
-    weights = {name.removeprefix("_orig_mod."): t for name, t in checkpoint["model"].items()}
     with torch.no_grad():
         expected, found = nanogpt_logits(weights, tokens, 2, 2), model(tokens)[0]
     assert expected.std() > 0.5
@@ -79,10 +86,10 @@ def test_a_vocabulary_must_fit_the_model(tmp_path, capsys):
     torch.save(nanogpt_checkpoint(bias=False), tmp_path / "ckpt.pt")
     (tmp_path / "input.txt").write_text("the quick brown fox j\n", encoding="utf-8")
     char = ["--tokenizer", "char", "--corpus", tmp_path / "input.txt", "-o", tmp_path / "ours"]
-    wrong = error_of(capsys, "from-nanogpt", tmp_path / "ckpt.pt", *char)
+    wrong = error_of("from-nanogpt", tmp_path / "ckpt.pt", *char)
     assert "18 different tokens, but the model's vocabulary has 23" in wrong
     byte = ["--tokenizer", "byte", "-o", tmp_path / "ours"]
-    wrong = error_of(capsys, "from-nanogpt", tmp_path / "ckpt.pt", *byte)
+    wrong = error_of("from-nanogpt", tmp_path / "ckpt.pt", *byte)
     assert "byte has 257 different tokens, but the model's vocabulary has 23" in wrong
     (tmp_path / "input.txt").write_text("the quick brown fox jumps av\n", encoding="utf-8")
     convert.main([str(a) for a in ("from-nanogpt", tmp_path / "ckpt.pt", *char)])
@@ -96,10 +103,10 @@ class Malicious:
         return print, ("this was executed",)
 
 
-def test_nothing_in_a_ckpt_is_unpickled(tmp_path, capsys):
+def test_nothing_in_a_ckpt_is_unpickled(tmp_path):
     torch.save(nanogpt_checkpoint(bias=False) | {"config": Malicious()}, tmp_path / "ckpt.pt")
     assert "is not nanoGPT's ckpt.pt" in error_of(
-        capsys, "from-nanogpt", tmp_path / "ckpt.pt", "-o", tmp_path / "ours"
+        "from-nanogpt", tmp_path / "ckpt.pt", "-o", tmp_path / "ours"
     )
     assert not (tmp_path / "ours").exists()
 
@@ -148,10 +155,9 @@ def test_gpt2s_vocabulary_is_written_and_recognized(tmp_path, monkeypatch):
     assert "another one" in why
 
 
-def test_without_a_tokenizer_sampling_says_so(folder, capsys):
-    with pytest.raises(SystemExit):
+def test_without_a_tokenizer_sampling_says_so(folder):
+    with pytest.raises(UserError, match="saved without a tokenizer"):
         sample.main([str(folder), "--device", "cpu"])
-    assert "saved without a tokenizer" in capsys.readouterr().err
     assert read_about(folder)["tokenizer"] is None
 
 
@@ -183,6 +189,9 @@ def test_the_printed_flags_win_over_everything_that_a_recipe_says(switches, reci
     convert.main(["from-hf", str(tmp_path / "hf"), "-o", str(tmp_path / "back")])
     words = command_printed(capsys)
     assert words[0] == "configs/quickstart.toml"
+    assert words[words.index("--dataset") + 1] == "YOURS", (
+        "the recipe's are bytes, and this model's ids are not"
+    )
     found = load_config([f"configs/{recipe}.toml", *words[1:]])
     assert found.start.init_from == str(tmp_path / "back")
     of_a_run = {"dtype": "float32", "dropout": 0.0, "residual_dtype": "float32", "kernel": "auto"}
@@ -213,21 +222,62 @@ def test_train_starts_from_a_converted_model(tmp_path, capsys):
 # ---- the folder that is written
 
 
-def test_what_is_there_is_kept_unless_overwrite_says_otherwise(folder, tmp_path, capsys):
+def test_what_is_there_is_kept_unless_overwrite_says_otherwise(folder, tmp_path):
     out = tmp_path / "out"
     convert.main(["to-hf", str(folder), "-o", str(out)])
     assert sorted(f.name for f in out.iterdir()) == ["config.json", "model.safetensors"]
-    assert "pass --overwrite" in error_of(capsys, "fold", folder, "-o", out)
+    assert "pass --overwrite" in error_of("fold", folder, "-o", out)
     convert.main(["fold", str(folder), "-o", str(out), "--overwrite"])
     assert sorted(f.name for f in out.iterdir()) == ["model.safetensors"]
     assert not load_model(out).config.tie_embeddings
 
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis.tex").write_text("years of work")
-    for flags in ([], ["--overwrite"]):
-        assert "holds other files" in error_of(capsys, "fold", folder, "-o", tmp_path / "mine", *flags)
-    assert "holds what is being converted" in error_of(capsys, "fold", folder, "-o", folder, "--overwrite")
+    assert "holds what is being converted" in error_of("fold", folder, "-o", folder, "--overwrite")
     assert (folder / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("flags", [[], ["--overwrite"]])
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        (["thesis.tex"], "holds other files than a model's, such as thesis.tex"),
+        (["model.safetensors", "config.json", "README.md"], "such as README.md"),
+        (["model.safetensors", "config.json", ".git/HEAD"], "such as .git"),
+        (["model.safetensors", "config.json/notes"], "such as config.json"),
+        (["config.json"], "holds other files than a model's, such as config.json"),
+        (
+            ["model.safetensors", "manifest.json", "trainer.pt"],
+            "is a checkpoint, which no conversion replaces",
+        ),
+        (["config.toml", "checkpoints/latest/model.safetensors"], "is a run, which no conversion replaces"),
+        (["checkpoints/step_00000001/trainer.pt"], "is a run, which no conversion replaces"),
+    ],
+)
+@pytest.mark.parametrize("command", ["from-nanogpt", "to-hf", "fold"])
+def test_no_command_takes_a_folder_that_holds_more_than_it_writes(
+    command, files, says, flags, folder, tmp_path
+):
+    for name in files:
+        (tmp_path / "mine" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "mine" / name).write_text("years of work")
+    assert says in error_of(command, folder, "-o", tmp_path / "mine", *flags)
+    held = [f for f in (tmp_path / "mine").rglob("*") if f.is_file()]
+    assert sorted(str(f.relative_to(tmp_path / "mine")) for f in held) == sorted(files)
+    assert {f.read_text() for f in held} == {"years of work"}
+
+
+def test_a_file_that_comes_while_a_model_is_converted_is_kept(folder, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    convert.main(["fold", str(folder), "-o", str(out)])
+    save = convert.save
+
+    def slow(*args):
+        save(*args)
+        (out / "README.md").write_text("a model card")
+
+    monkeypatch.setattr(convert, "save", slow)
+    assert "such as README.md" in error_of("ln-to-rms", folder, "-o", out, "--overwrite")
+    assert sorted(f.name for f in out.iterdir()) == ["README.md", "model.safetensors"]
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["ours", "out"]
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640)])
@@ -259,7 +309,7 @@ def test_the_folder_one_stands_in_can_be_written(folder, tmp_path, monkeypatch):
     load_model(tmp_path / "here")
 
 
-def test_a_write_that_fails_leaves_nothing_behind_and_what_was_there(folder, tmp_path, capsys, monkeypatch):
+def test_a_write_that_fails_leaves_nothing_behind_and_what_was_there(folder, tmp_path, monkeypatch):
     out = tmp_path / "out"
     convert.main(["fold", str(folder), "-o", str(out)])
     before = (out / "model.safetensors").read_bytes()
@@ -269,7 +319,7 @@ def test_a_write_that_fails_leaves_nothing_behind_and_what_was_there(folder, tmp
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(convert, "save_model", full)
-    message = error_of(capsys, "ln-to-rms", folder, "-o", out, "--overwrite")
+    message = error_of("ln-to-rms", folder, "-o", out, "--overwrite")
     assert "cannot be written: No space left on device" in message
     assert (out / "model.safetensors").read_bytes() == before
     assert sorted(f.name for f in tmp_path.iterdir()) == ["ours", "out"]
@@ -277,13 +327,13 @@ def test_a_write_that_fails_leaves_nothing_behind_and_what_was_there(folder, tmp
 
 @pytest.mark.parametrize("command", ["to-hf", "fold", "ln-to-rms"])
 @pytest.mark.parametrize("size", [0, 5000])
-def test_a_full_disk_is_one_sentence_and_costs_nothing(command, size, folder, tmp_path, capsys, full_disk):
+def test_a_full_disk_is_one_sentence_and_costs_nothing(command, size, folder, tmp_path, full_disk):
     out = tmp_path / "out"
     convert.main(["fold", str(folder), "-o", str(out)])
     before = (out / "model.safetensors").read_bytes()
     assert len(before) > 5000
     full_disk(size)
-    said = error_of(capsys, command, folder, "-o", out, "--overwrite")
+    said = error_of(command, folder, "-o", out, "--overwrite")
     full_disk()
     assert f"{out} cannot be written: " in said
     assert "None" not in said
@@ -291,7 +341,7 @@ def test_a_full_disk_is_one_sentence_and_costs_nothing(command, size, folder, tm
     assert sorted(f.name for f in tmp_path.iterdir()) == ["ours", "out"]
 
 
-def test_a_disk_that_fails_at_the_last_moment_costs_nothing(folder, tmp_path, capsys, monkeypatch):
+def test_a_disk_that_fails_at_the_last_moment_costs_nothing(folder, tmp_path, monkeypatch):
     """When the old folder has already made room for the new one."""
     out = tmp_path / "out"
     convert.main(["fold", str(folder), "-o", str(out)])
@@ -300,8 +350,8 @@ def test_a_disk_that_fails_at_the_last_moment_costs_nothing(folder, tmp_path, ca
     def fails(path):
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(checkpoint, "sync", fails)
-    said = error_of(capsys, "ln-to-rms", folder, "-o", out, "--overwrite")
+    monkeypatch.setattr(files, "sync", fails)
+    said = error_of("ln-to-rms", folder, "-o", out, "--overwrite")
     assert f"{out} cannot be written: Input/output error" in said
     assert (out / "model.safetensors").read_bytes() == before
     assert sorted(f.name for f in tmp_path.iterdir()) == ["ours", "out"]
@@ -318,11 +368,11 @@ def test_fold_and_ln_to_rms_from_the_command_line_keep_logits_and_say_what_they_
         assert words in capsys.readouterr().out
         assert (load_model(tmp_path / command)(tokens)[0] - expected).abs().max() <= 1e-5
     assert load_model(tmp_path / "ln-to-rms").config.norm == "rmsnorm"
-    assert "placement is post" in error_of_post(tmp_path, capsys)
+    assert "placement is post" in error_of_post(tmp_path)
 
 
-def error_of_post(tmp_path, capsys) -> str:
+def error_of_post(tmp_path) -> str:
     model = build(placement="post")
     (tmp_path / "post").mkdir()
     save_model(tmp_path / "post", model_weights(model), about(model, None))
-    return error_of(capsys, "fold", tmp_path / "post", "-o", tmp_path / "folded")
+    return error_of("fold", tmp_path / "post", "-o", tmp_path / "folded")

@@ -12,21 +12,21 @@ from tools.interchange import FAMILIES, their_config
 from tools.vocabulary import recognize
 
 
-def test_folders_that_hold_no_model_are_refused_in_one_sentence(tmp_path, capsys):
+def test_folders_that_hold_no_model_are_refused_in_one_sentence(tmp_path):
     (tmp_path / "hf").mkdir()
     command = ("from-hf", tmp_path / "hf", "-o", tmp_path / "ours")
-    assert "config.json does not exist" in error_of(capsys, *command)
+    assert "config.json does not exist" in error_of(*command)
     (tmp_path / "hf" / "config.json").write_text('{"model_type": "mamba"}')
-    assert "model_type is 'mamba'; the families that convert are gpt2, llama" in error_of(capsys, *command)
+    assert "model_type is 'mamba'; the families that convert are gpt2, llama" in error_of(*command)
     (tmp_path / "hf" / "config.json").write_text('{"model_type": "llama"}')
     (tmp_path / "hf" / "model.safetensors").write_bytes(b"nonsense")
-    assert "model.safetensors cannot be read" in error_of(capsys, *command)
+    assert "model.safetensors cannot be read" in error_of(*command)
     save_file({"a": torch.ones(1), "b": torch.ones(1)}, tmp_path / "hf" / "model.safetensors")
-    assert "config.json of a llama model lacks num_hidden_layers" in error_of(capsys, *command)
+    assert "config.json of a llama model lacks num_hidden_layers" in error_of(*command)
     (tmp_path / "hf" / "config.json").write_text(
         json.dumps(their_config(FAMILIES["llama"], ModelConfig(**SMALL | LLAMA)))
     )
-    assert "lacks the weight embed_tokens.weight" in error_of(capsys, *command)
+    assert "lacks the weight embed_tokens.weight" in error_of(*command)
     assert not (tmp_path / "ours").exists()
 
 
@@ -55,7 +55,7 @@ CONFIG = their_config(FAMILIES["llama"], ModelConfig(**SMALL | LLAMA))
         ),
     ],
 )
-def test_a_config_json_of_other_types_and_sizes_is_one_sentence(config, says, tmp_path, capsys):
+def test_a_config_json_of_other_types_and_sizes_is_one_sentence(config, says, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     weights = {"embed_tokens.weight": torch.ones(23, 16), "layers.0.input_layernorm.weight": torch.ones(16)}
     if config == CONFIG | {"num_hidden_layers": 1}:
@@ -63,7 +63,7 @@ def test_a_config_json_of_other_types_and_sizes_is_one_sentence(config, says, tm
     else:
         weights["norm.weight"] = torch.ones(16)
     save_file(weights, tmp_path / "model.safetensors")
-    assert says in error_of(capsys, "from-hf", tmp_path, "-o", tmp_path / "ours")
+    assert says in error_of("from-hf", tmp_path, "-o", tmp_path / "ours")
     assert not (tmp_path / "ours").exists()
 
 
@@ -77,10 +77,10 @@ def test_a_config_json_of_other_types_and_sizes_is_one_sentence(config, says, tm
         ({"weight_map": {"a": "\0"}}, "does not exist; weights are read from safetensors only"),
     ],
 )
-def test_an_index_that_names_no_files_is_one_sentence(index, says, tmp_path, capsys):
+def test_an_index_that_names_no_files_is_one_sentence(index, says, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
-    assert says in error_of(capsys, "from-hf", tmp_path, "-o", tmp_path / "ours")
+    assert says in error_of("from-hf", tmp_path, "-o", tmp_path / "ours")
 
 
 def test_a_tokenizer_json_of_another_shape_is_none_that_is_known(tmp_path):
@@ -89,15 +89,13 @@ def test_a_tokenizer_json_of_another_shape_is_none_that_is_known(tmp_path):
         assert recognize(tmp_path) == (None, "it has no tokenizer file that lists a vocabulary")
 
 
-def test_a_ckpt_whose_weights_are_no_tensors_is_refused(tmp_path, capsys):
+def test_a_ckpt_whose_weights_are_no_tensors_is_refused(tmp_path):
     torch.save(nanogpt_checkpoint(bias=False) | {"model": {"a": "b"}}, tmp_path / "ckpt.pt")
-    said = error_of(capsys, "from-nanogpt", tmp_path / "ckpt.pt", "-o", tmp_path / "ours")
+    said = error_of("from-nanogpt", tmp_path / "ckpt.pt", "-o", tmp_path / "ours")
     assert "is not nanoGPT's ckpt.pt (TypeError)" in said
 
 
-def test_a_name_that_is_no_folder_is_looked_up_on_the_hub_and_says_so_without_one(
-    tmp_path, capsys, monkeypatch
-):
+def test_a_name_that_is_no_folder_is_looked_up_on_the_hub_and_says_so_without_one(tmp_path, monkeypatch):
     asked = []
 
     def unreachable(name, **how):
@@ -105,11 +103,9 @@ def test_a_name_that_is_no_folder_is_looked_up_on_the_hub_and_says_so_without_on
         raise ConnectionError("no network")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", unreachable)
-    message = error_of(capsys, "from-hf", "openai-community/gpt2", "-o", tmp_path / "ours")
+    message = error_of("from-hf", "openai-community/gpt2", "-o", tmp_path / "ours")
     assert asked == ["openai-community/gpt2"]
     assert (
         "is no folder here, and the Hugging Face hub gave no model of that name (ConnectionError)" in message
     )
-    assert "neither a folder nor the name of" in error_of(
-        capsys, "from-hf", "/no/where", "-o", tmp_path / "ours"
-    )
+    assert "neither a folder nor the name of" in error_of("from-hf", "/no/where", "-o", tmp_path / "ours")

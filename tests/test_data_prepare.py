@@ -209,12 +209,23 @@ def test_a_failing_source_leaves_nothing_and_the_old_data_as_they_were(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["d"]
 
 
+def test_a_source_that_cannot_be_read_is_told_as_such(tmp_path, monkeypatch):
+    def broken(self):
+        yield Piece("first", last=True)
+        raise OSError(errno.EIO, "Input/output error", "/mnt/text.txt")
+
+    monkeypatch.setattr(Documents, "pieces", broken)
+    with pytest.raises(UserError, match=r"^/mnt/text.txt cannot be read: Input/output error$"):
+        prepare(Documents(()), name="d", root=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_full_disk_is_told_and_leaves_nothing(tmp_path, monkeypatch):
     def full(self, ids):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(TokenFile, "append", full)
-    with pytest.raises(UserError, match=r"preparing .*/d failed: .*No space left on device"):
+    with pytest.raises(UserError, match=r"/d cannot be written: No space left on device"):
         prepare(Documents(("one", "two")), name="d", root=tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -244,7 +255,7 @@ def test_a_killed_preparation_leaves_no_data_set_and_can_be_repeated(tmp_path):
         [sys.executable, "-c", STUCK, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True
     )
     assert process.stdout.readline() == "stuck\n"
-    assert (tmp_path / ".d.partial" / "train.bin").stat().st_size > 0
+    assert (tmp_path / ".writing_d" / "train.bin").stat().st_size > 0
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     process.stdout.close()
@@ -258,7 +269,7 @@ def test_a_killed_preparation_leaves_no_data_set_and_can_be_repeated(tmp_path):
 def test_a_kill_between_the_two_renames_of_a_replacement_loses_nothing(tmp_path, monkeypatch):
     source = Documents(("one", "two"))
     before = bins(prepare(source, name="d", root=tmp_path))
-    (tmp_path / "d").rename(tmp_path / ".d.replaced")
+    (tmp_path / "d").rename(tmp_path / ".replaced_d")
     monkeypatch.setattr(Documents, "pieces", None)  # what was there is found, not made again
     assert bins(prepare(source, name="d", root=tmp_path)) == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["d"]
@@ -277,7 +288,7 @@ def test_a_link_stays_and_the_data_go_where_it_points(tmp_path):
 
 def test_a_link_that_points_to_itself_is_told(tmp_path):
     (tmp_path / "d").symlink_to("d")
-    with pytest.raises(UserError, match=r"preparing .*/d failed"):
+    with pytest.raises(UserError, match=r"/d cannot be written"):
         prepare(Documents(("one", "two")), name="d", root=tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["d"]
 
@@ -314,7 +325,7 @@ def test_a_second_process_waits_and_finds_the_work_done(tmp_path, capsys):
     assert reading.wait(120)
     capsys.readouterr()
     threads[1].start()
-    wait_for(lambda: "Waiting for another process" in capsys.readouterr().out)
+    wait_for(lambda: "is being written by another process; waiting" in capsys.readouterr().out)
     go_on.set()
     for thread in threads:
         thread.join(120)

@@ -62,6 +62,12 @@ def test_a_weight_too_few_or_too_many_is_named(family):
         our_weights(FAMILIES[family], config, theirs, {n: t for n, t in weights.items() if n != name})
     with pytest.raises(UserError, match=r"has a weight score\.weight"):
         our_weights(FAMILIES[family], config, theirs, weights | {"score.weight": torch.ones(2, 16)})
+    with pytest.raises(
+        UserError, match=rf"has the weight {name.split('.', 1)[1]} twice, once as module\.{name}"
+    ):
+        our_weights(FAMILIES[family], config, theirs, weights | {f"module.{name}": weights[name]})
+    with pytest.raises(UserError, match=rf"{name} holds torch\.int8, and weights are floating-point"):
+        our_weights(FAMILIES[family], config, theirs, weights | {name: weights[name].to(torch.int8)})
 
 
 # ---- what goes out

@@ -15,7 +15,6 @@ import train
 from base.cli import UserError
 from configs import load_config
 from data import load_tokenizer, open_dataset
-from model import GPT, ModelConfig
 from tools import sample
 from training.checkpoint import load_model
 from training.dataset import fit
@@ -358,29 +357,3 @@ def test_dropout_of_a_step_depends_on_the_step_alone(place):
     torch.manual_seed(99)
     assert a.step(0, True)["loss"] == b.step(0, True)["loss"]
     assert a.step(1, True)["loss"] == b.step(1, True)["loss"]
-
-
-def test_a_sample_is_what_the_model_says_at_its_own_length():
-    """Greedy, from a context of 3 tokens to one that is longer than the model reads."""
-    torch.manual_seed(0)
-    config = ModelConfig(n_layer=2, n_head=2, n_embd=16, block_size=100, vocab_size=50, pos="rope")
-    model = GPT(config).double().eval()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.mul_(5)  # so that what was read last decides
-        expected = torch.randint(40, (2, 3))
-        begin = expected
-        for _ in range(130):
-            logits = model(expected[:, -100:])[0][:, -1, :40]
-            expected = torch.cat((expected, logits.argmax(-1, keepdim=True)), dim=1)
-    lengths = set()
-    model.register_forward_pre_hook(lambda _, inputs: lengths.add(inputs[0].size(1)))
-    found = sample.generate(model, begin, 130, vocab_size=40, temperature=0, top_k=0, seed=0)
-    assert torch.equal(found, expected)
-    # A tokenizer that knows more ids than the model is given the model's only.
-    wide = sample.generate(model, begin, 20, vocab_size=60, temperature=1.0, top_k=0, seed=0)
-    assert torch.equal(
-        wide, sample.generate(model, begin, 20, vocab_size=50, temperature=1.0, top_k=50, seed=0)
-    )
-    assert len(set(expected[0].tolist())) > 4
-    assert lengths == {64, 100}

@@ -15,19 +15,18 @@ import dataclasses
 import json
 import re
 import shlex
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-import tyro
 from pydantic.dataclasses import dataclass
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from base.cli import UserError
-from configs import STRICT, command_line, flags_of, require, user_error
+from base.cli import STRICT, Positional, Short, UserError, options, require, run
+from base.files import atomic_folder
+from configs import flags_of
 from data import load_tokenizer
 from data.tokenizer import CharTokenizer
 from model import GPT, ModelConfig
@@ -41,35 +40,32 @@ from tools.interchange import (
     our_config,
     our_weights,
     resolved,
-    sketch,
     their_config,
     their_weights,
 )
-from tools.output import say
 from tools.vocabulary import FILES, SIZES, recognize, tokenizer_files
-from training.checkpoint import find, load_model, writing
-from training.model_file import check_weights, model_weights, read_about, save_model, save_tensors
+from training.checkpoint import find, load_model
+from training.model_file import model_weights, read_about, save_model, save_tensors
 
 OF_A_RUN = ("dropout", "dtype", "residual_dtype", "kernel")  # fields that do not say which model it is
-Source = tyro.conf.Positional[str]
-Output = Annotated[str, tyro.conf.arg(aliases=["-o"])]
+WRITTEN = ("model.safetensors", "config.json", *FILES)  # what a conversion writes, and may replace
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Target:
     """Where a conversion writes."""
 
-    out: Output
+    out: Annotated[str, Short("-o")]
     """The folder to make."""
     overwrite: bool = False
-    """Replace a converted model that the folder holds."""
+    """Replace a converted model that the folder holds; a folder with any other file is left alone."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class FromHf(Target):
     """A GPT-2, Llama, Qwen3 or OLMo 2 model of transformers, from a folder or from the Hugging Face hub."""
 
-    source: Source
+    source: Positional[str]
     """A folder with config.json and safetensors, or a model's name on the hub."""
 
 
@@ -77,7 +73,7 @@ class FromHf(Target):
 class FromNanogpt(Target):
     """nanoGPT's ckpt.pt. Nothing in it is executed."""
 
-    source: Source
+    source: Positional[str]
     """The file."""
     tokenizer: Literal["none", "byte", "char", "gpt2"] = "none"
     """What its token ids mean, which the file does not say."""
@@ -93,7 +89,7 @@ class FromNanogpt(Target):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Ours(Target):
-    run: Source
+    run: Positional[str]
     """A run, a checkpoint or a converted model."""
     checkpoint: Literal["latest", "best"] = "latest"
     """Which checkpoint of a run."""
@@ -117,64 +113,65 @@ class LnToRms(Ours):
 Command = FromHf | FromNanogpt | ToHf | Fold | LnToRms
 
 
-def from_hf(options: FromHf) -> None:
-    folder = local_folder(options.source)
+def from_hf(asked: FromHf) -> None:
+    folder = local_folder(asked.source)
     theirs = read_json(folder / "config.json")
     family = family_of(theirs)
     config, weights = into_ours(family, theirs, read_safetensors(folder))
     tokenizer, why_not = recognize(folder)
-    with written(options, folder) as out:
+    with written(asked, folder) as out:
         save(out, config, weights, tokenizer)
-    say(f"{options.out}: a {family.name} model, {summary(config)}")
-    say(f"tokenizer {tokenizer['name']}" if tokenizer else f"no tokenizer: {why_not}")
-    say(f"finetune, with this or another recipe: {finetuning(options.out, config)}")
+    print(f"{asked.out}: a {family.name} model, {summary(config)}")
+    print(f"tokenizer {tokenizer['name']}" if tokenizer else f"no tokenizer: {why_not}")
+    say_how_to_finetune(asked.out, config, tokenizer)
 
 
-def from_nanogpt(options: FromNanogpt) -> None:
-    theirs, weights = read_nanogpt(Path(options.source))
+def from_nanogpt(asked: FromNanogpt) -> None:
+    theirs, weights = read_nanogpt(Path(asked.source))
     config, weights = into_ours(NANOGPT, theirs, weights)
-    tokenizer = named_tokenizer(options, config.vocab_size)
-    with written(options, Path(options.source)) as out:
+    tokenizer = named_tokenizer(asked, config.vocab_size)
+    with written(asked, Path(asked.source)) as out:
         save(out, config, weights, tokenizer)
-    say(f"{options.out}: a nanoGPT model, {summary(config)}")
-    say(f"finetune, with this or another recipe: {finetuning(options.out, config)}")
+    print(f"{asked.out}: a nanoGPT model, {summary(config)}")
+    say_how_to_finetune(asked.out, config, tokenizer)
 
 
-def to_hf(options: ToHf) -> None:
-    model, meta, path = load(options)
+def to_hf(asked: ToHf) -> None:
+    model, meta, path = load(asked)
     family = family_for(model.config)
     theirs = their_config(family, model.config)
     weights = their_weights(family, model.config, model_weights(model))
     files, separator, note = vocabulary_files(meta, model.config.block_size)
     theirs |= {"bos_token_id": separator, "eos_token_id": separator, "pad_token_id": None}
-    with written(options, path) as out:
+    with written(asked, path) as out:
         (out / "config.json").write_text(json.dumps(theirs, indent=2) + "\n", encoding="utf-8")
         for name, text in files.items():
             (out / name).write_text(text, encoding="utf-8")
         save_tensors(out / "model.safetensors", weights, {"format": "pt"})
-    say(f"{options.out}: a {family.name} model for transformers, {summary(model.config)}\n{note}")
+    print(f"{asked.out}: a {family.name} model for transformers, {summary(model.config)}\n{note}")
 
 
-def rewrite(options: Fold | LnToRms) -> None:
-    model, meta, path = load(options)
-    convert = folding.fold if isinstance(options, Fold) else folding.ln_to_rms
+def rewrite(asked: Fold | LnToRms) -> None:
+    model, meta, path = load(asked)
+    convert = folding.fold if isinstance(asked, Fold) else folding.ln_to_rms
     converted = convert(model)
-    with written(options, path) as out:
+    with written(asked, path) as out:
         save(out, converted.config, converted.weights, meta)
-    say("\n".join([f"{options.out}: {summary(converted.config)}", *converted.notes]))
+    print("\n".join([f"{asked.out}: {summary(converted.config)}", *converted.notes]))
 
 
-def load(options: Ours) -> tuple[GPT, dict | None, Path]:
+def load(asked: Ours) -> tuple[GPT, dict | None, Path]:
     """(model, its tokenizer's meta, the folder it came from)."""
-    path = find(options.run, options.checkpoint)
+    path = find(asked.run, asked.checkpoint)
     return load_model(path), read_about(path).get("tokenizer"), path
 
 
 def into_ours(family: Family, theirs: dict[str, Any], weights: Weights) -> tuple[ModelConfig, Weights]:
     """Their model as ours, every shape checked, and every number of its configuration given."""
-    config = ModelConfig(**resolved(our_config(family, theirs)))
-    weights = our_weights(family, config, theirs, weights)
-    check_weights(sketch(config, weights), weights, "the converted model")
+    declared = ModelConfig(**resolved(our_config(family, theirs)))
+    config, weights = our_weights(family, declared, theirs, weights)
+    if config.tie_embeddings != declared.tie_embeddings:
+        print("the model says that its head is its embedding, but holds another one: tie_embeddings is False")
     return config, weights
 
 
@@ -193,22 +190,22 @@ def vocabulary_files(meta: dict | None, block_size: int) -> tuple[dict[str, str]
     return files, tokenizer.separator, f"with the tokenizer {tokenizer.name}"
 
 
-def named_tokenizer(options: FromNanogpt, vocab_size: int) -> dict[str, Any] | None:
+def named_tokenizer(asked: FromNanogpt, vocab_size: int) -> dict[str, Any] | None:
     """The meta of the tokenizer that the flags name. nanoGPT's characters are those of its corpus, sorted.
 
     Raises UserError where it has ids that the model does not know; a vocabulary may be padded, as GPT-2's often is.
     """
-    if options.tokenizer == "none":
+    if asked.tokenizer == "none":
         return None
-    if options.tokenizer != "char":
-        meta, size, name = {"name": options.tokenizer}, SIZES[options.tokenizer], options.tokenizer
+    if asked.tokenizer != "char":
+        meta, size, name = {"name": asked.tokenizer}, SIZES[asked.tokenizer], asked.tokenizer
     else:
         try:
-            tokenizer = CharTokenizer(Path(options.corpus).read_text(encoding="utf-8"))
+            tokenizer = CharTokenizer(Path(asked.corpus).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as e:
-            raise UserError(f"{options.corpus} cannot be read: {e}") from None
-        meta, size, name = tokenizer.meta, tokenizer.vocab_size, options.corpus
-    if size > vocab_size or (options.tokenizer == "char" and size < vocab_size):
+            raise UserError(f"{asked.corpus} cannot be read: {e}") from None
+        meta, size, name = tokenizer.meta, tokenizer.vocab_size, asked.corpus
+    if size > vocab_size or (asked.tokenizer == "char" and size < vocab_size):
         raise UserError(f"{name} has {size} different tokens, but the model's vocabulary has {vocab_size}")
     return meta
 
@@ -274,8 +271,7 @@ def read_nanogpt(file: Path) -> tuple[dict[str, Any], Weights]:
         args, weights = ckpt["model_args"], ckpt["model"]
         theirs = {name: args[name] for name in ("n_layer", "n_head", "n_embd", "vocab_size")}
         theirs |= {"n_positions": args["block_size"], "bias": args.get("bias", True)}
-        weights = {name.removeprefix("_orig_mod."): t for name, t in weights.items()}
-        if not all(isinstance(t, torch.Tensor) for t in weights.values()):
+        if not all(isinstance(n, str) and isinstance(t, torch.Tensor) for n, t in weights.items()):
             raise TypeError
     except FileNotFoundError:
         raise UserError(f"{file} does not exist") from None
@@ -284,28 +280,37 @@ def read_nanogpt(file: Path) -> tuple[dict[str, Any], Weights]:
     return theirs | {"activation_function": "gelu"}, weights
 
 
-def check_free(options: Target) -> None:
-    """Raises UserError, before any work, where `options.out` holds what may not be replaced."""
-    out = Path(options.out)
-    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
-        return
-    if not (out / "model.safetensors").exists():
-        raise UserError(f"--out {out} holds other files than a model's; choose another folder")
-    if not options.overwrite:
+def check_free(asked: Target) -> None:
+    """Raises UserError where `asked.out` holds anything but what a conversion writes, which alone is replaced."""
+    out = Path(asked.out)
+    if out.exists() and not out.is_dir():
+        raise UserError(f"--out {out} is a file; name a folder")
+    held = sorted(f.name for f in out.iterdir()) if out.exists() else []
+    kept = [name for name in held if name not in WRITTEN or not (out / name).is_file()]
+    if "checkpoints" in held or "trainer.pt" in held:
+        what = "a run" if "checkpoints" in held else "a checkpoint"
+        raise UserError(f"--out {out} is {what}, which no conversion replaces; choose another folder")
+    if kept or (held and "model.safetensors" not in held):
+        first = (kept or held)[0]
+        raise UserError(
+            f"--out {out} holds other files than a model's, such as {first}; choose another folder"
+        )
+    if held and not asked.overwrite:
         raise UserError(f"--out {out} already holds a model; pass --overwrite to replace it")
 
 
 @contextlib.contextmanager
-def written(options: Target, source: Path) -> Iterator[Path]:
-    """A folder to write into, which becomes `options.out` when all is written. Raises UserError."""
-    out = Path(options.out).resolve()  # a link stays one
+def written(asked: Target, source: Path) -> Iterator[Path]:
+    """A folder to write into, which becomes `asked.out` when all is written. Raises UserError."""
+    out = Path(asked.out)
     if out.resolve() in (source.resolve(), *source.resolve().parents):
         raise UserError(f"--out {out} holds what is being converted; choose another folder")
-    try:
-        with writing(out, replacing=True) as folder:
+    with atomic_folder(out, replace=True) as folder:
+        try:
             yield folder
-    except (SafetensorError, OSError) as e:  # how safetensors and everything else report a full disk
-        raise UserError(f"{out} cannot be written: {getattr(e, 'strerror', None) or e}") from None
+        except SafetensorError as e:  # how it reports a full disk
+            raise UserError(f"{out} cannot be written: {e}") from None
+        check_free(asked)  # for what has come in the meantime
 
 
 def summary(config: ModelConfig) -> str:
@@ -315,24 +320,29 @@ def summary(config: ModelConfig) -> str:
     )
 
 
-def finetuning(out: str, config: ModelConfig) -> str:
-    """The command that trains on, with every flag of the architecture: a recipe has values of its own for them."""
-    values = {name: v for name, v in resolved(config).items() if name not in OF_A_RUN}
-    recipe = ["configs/quickstart.toml", "--run-name", "auto"]
-    return shlex.join(["python", "train.py", *recipe, "--init-from", out, *flags_of(values)])
+def say_how_to_finetune(out: str, config: ModelConfig, tokenizer: dict | None) -> None:
+    """The command that trains on, with every flag of the architecture: a recipe has values of its own for them.
+
+    The recipe's data set are bytes. For another tokenizer the command names one that is still to be made.
+    """
+    words = ["configs/quickstart.toml", "--run-name", "auto", "--init-from", out]
+    if tokenizer != {"name": "byte"}:
+        words += ["--dataset", "YOURS"]
+        print(
+            f"YOURS, in what follows, is a data set of {tokenizer['name'] if tokenizer else 'the model'}'s token ids"
+        )
+    words += flags_of({k: v for k, v in resolved(config).items() if k not in OF_A_RUN and v is not None})
+    print(f"finetune, with this or another recipe: {shlex.join(['python', 'train.py', *words])}")
 
 
 COMMANDS = {FromHf: from_hf, FromNanogpt: from_nanogpt, ToHf: to_hf, Fold: rewrite, LnToRms: rewrite}
 
 
 def main(argv: Sequence[str]) -> None:
-    try:
-        options = command_line(Command, argv, "python -m tools.convert", __doc__.split("\n")[0])
-        check_free(options)
-        COMMANDS[type(options)](options)
-    except UserError as e:
-        user_error(str(e))
+    asked = options(Command, argv, "python -m tools.convert", __doc__.split("\n")[0])
+    check_free(asked)
+    COMMANDS[type(asked)](asked)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run(main)

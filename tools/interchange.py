@@ -5,6 +5,7 @@ its config.json, and a table from our modules to its own. What a table cannot sa
 """
 
 import dataclasses
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,9 +14,9 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from base.cli import UserError
-from configs import clauses
+from base.cli import UserError, explain
 from model import GPT, ModelConfig
+from training.model_file import check_weights
 
 Weights = dict[str, Tensor]
 
@@ -188,11 +189,10 @@ FAMILIES = {family.name: family for family in (GPT2, LLAMA, QWEN3, OLMO2)}
 NANOGPT = dataclasses.replace(
     GPT2, name="nanogpt", biased=dict.fromkeys(GPT2.biased, "bias"), transposed=False
 )
-BUFFERS = (
-    ".attn.bias",
-    ".attn.masked_bias",
-    ".rotary_emb.inv_freq",
-)  # that older files hold beside the weights
+BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # beside the weights in older files
+WRAPPERS = (
+    r"\b(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."  # DDP, compile, FSDP, ...
+)
 
 
 def modules(family: Family, config: ModelConfig) -> Iterator[tuple[str, str, list[str]]]:
@@ -255,7 +255,7 @@ def our_config(family: Family, theirs: dict[str, Any]) -> ModelConfig:
     try:
         return ModelConfig(**COMMON_LAYOUT | family.layout | values, mlp=known[kind], bias=bias)
     except ValidationError as e:
-        raise UserError(f"config.json: {clauses(e, 'model')}") from None
+        raise UserError("config.json: " + "; ".join(explain(err) for err in e.errors())) from None
 
 
 def modern_rope(theirs: dict[str, Any]) -> dict[str, Any]:
@@ -273,14 +273,49 @@ def has_bias(family: Family, ours: str, theirs: dict[str, Any]) -> bool:
     return answer if isinstance(answer, bool) else bool(theirs.get(answer, False))
 
 
-def our_weights(family: Family, config: ModelConfig, theirs: dict[str, Any], weights: Weights) -> Weights:
-    """Their weights under our names, in float32; a bias that they do not have is zero.
+def bare(family: Family, weights: Weights) -> Weights:
+    """Their weights by the names in the table: no prefix, nothing of a wrapper, no buffers.
+
+    Raises UserError where two become one, or one holds no floating-point numbers.
+    """
+    found: Weights = {}
+    for name, t in weights.items():
+        short = re.sub(WRAPPERS, "", name).removeprefix(family.prefix)
+        if short.endswith(BUFFERS):
+            continue
+        if short in found:
+            raise UserError(f"the {family.name} model has the weight {short} twice, once as {name}")
+        if not t.is_floating_point():
+            raise UserError(
+                f"the {family.name} model's {name} holds {t.dtype}, and weights are floating-point"
+            )
+        found[short] = t
+    return found
+
+
+def tied_as_held(family: Family, config: ModelConfig, rest: Weights) -> tuple[ModelConfig, Weights]:
+    """The configuration of a model that says it is tied, and its bare weights, as the weights themselves have it.
+
+    One tensor under either name, or two equal ones, are the embedding and the head. Two different ones are not tied.
+    """
+    embed, head = f"{family.modules['embed']}.weight", "lm_head.weight"
+    if not config.tie_embeddings or head not in rest:
+        return config, rest
+    if embed in rest and not torch.equal(rest[embed].float(), rest[head].float()):
+        return dataclasses.replace(config, tie_embeddings=False), rest
+    others = {name: t for name, t in rest.items() if name != head}
+    return config, {embed: rest[head]} | others
+
+
+def our_weights(
+    family: Family, config: ModelConfig, theirs: dict[str, Any], weights: Weights
+) -> tuple[ModelConfig, Weights]:
+    """The configuration, untied where the head is another matrix than the embedding, and their weights under our
+    names, in float32; a bias that they do not have is zero.
 
     Raises UserError for a weight of theirs that is missing, or that the table does not know.
     """
-    rest = {n.removeprefix(family.prefix): t for n, t in weights.items() if not n.endswith(BUFFERS)}
-    if config.tie_embeddings:
-        rest.pop("lm_head.weight", None)
+    config, rest = tied_as_held(family, config, bare(family, weights))
     own = dict(sketch(config, weights).named_parameters())
     ours = {}
     for table_name, module, names in modules(family, config):
@@ -304,7 +339,8 @@ def our_weights(family: Family, config: ModelConfig, theirs: dict[str, Any], wei
                 raise UserError(f"the {family.name} model has weights that are no rows: {shapes}") from None
     if rest:
         raise UserError(f"the {family.name} model has a weight {min(rest)}, for which there is no place")
-    return ours
+    check_weights(sketch(config, weights), ours, "the converted model")
+    return config, ours
 
 
 def sketch(config: ModelConfig, weights: Weights) -> GPT:
