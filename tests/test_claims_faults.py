@@ -8,7 +8,7 @@ import model
 from kernels import eager, reference
 from tools import fold
 from tools.claims import parameters
-from tools.claims.outcome import check_claim
+from tools.claims.page import check_claim
 from training import optimizer
 
 
