@@ -10,8 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from base.cli import UserError
-from data import EvalWindows, TrainBatches
-from data.batches import permute
+from data.batches import EvalWindows, TrainBatches, permute
 from data.files import Shard, Tokens
 
 UINT16 = np.dtype("<u2")

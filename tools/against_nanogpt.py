@@ -36,7 +36,8 @@ from pydantic.dataclasses import dataclass
 from base.cli import STRICT, Positional, UserError, options, require, run
 from base.timing import in_turn, relative
 from configs import Config, load_config, replace
-from data import TrainBatches, open_dataset
+from data import open_dataset
+from data.batches import TrainBatches
 from model import GPT
 from tools.profile.steps import WARM_UP, Steps, apart, check_rounds, steps_of
 from training.clock import flops_per_token, peak_flops

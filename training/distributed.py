@@ -7,9 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.nn.functional import all_reduce
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -23,8 +21,21 @@ def recompute(model: GPT) -> None:
         branch.forward = partial(checkpoint, branch.forward, use_reentrant=False)
 
 
+# torch.distributed.tensor and fsdp take half as long to import as torch itself, so only those who shard do.
+def is_shard(t: Tensor) -> bool:
+    """Whether this is FSDP's DTensor."""
+    return hasattr(t, "full_tensor")
+
+
+def is_sharded(model: GPT) -> bool:
+    """Whether this is FSDP's module."""
+    return hasattr(model, "set_requires_gradient_sync")
+
+
 def shard(model: GPT, runtime: Runtime) -> None:
     """FSDP2 in place: every branch is a unit, and the root holds the embedding, the joins and the head."""
+    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+
     mesh = init_device_mesh(runtime.device.type, (runtime.world,))
     for branch in model.branches:
         fully_shard(branch, mesh=mesh)
@@ -37,7 +48,7 @@ def reshard(model: GPT) -> None:
 
     They leave the root's parameters whole, and `model.parameters()` yields these then, which no optimizer knows.
     """
-    if isinstance(model, FSDPModule):
+    if is_sharded(model):
         model.reshard()
 
 
@@ -62,7 +73,7 @@ def synchronized(module: nn.Module, model: GPT, last: bool):
         with module.no_sync():
             yield
         return
-    if isinstance(model, FSDPModule):
+    if is_sharded(model):
         model.set_requires_gradient_sync(last)
     yield
 
@@ -72,7 +83,7 @@ def whole(t: Tensor, keep: bool) -> Tensor:
 
     Elsewhere something empty, so that one process, not each, holds the model a second time.
     """
-    t = (t.full_tensor() if isinstance(t, DTensor) else t).detach()
+    t = (t.full_tensor() if is_shard(t) else t).detach()
     return t.cpu() if keep else t.new_empty(0)
 
 
@@ -82,7 +93,9 @@ def assign(own: Tensor, value: Tensor | None) -> None:
 
     A collective where there are several processes.
     """
-    if isinstance(own, DTensor):
+    if is_shard(own):
+        from torch.distributed.tensor import distribute_tensor
+
         full = torch.empty(own.shape, dtype=own.dtype, device=own.device)
         if value is not None:
             full.copy_(value)

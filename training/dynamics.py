@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from model import GPT, Norm
+from training.distributed import is_shard
 from training.metrics import branch_names, part_names
 from training.runtime import Runtime
 
@@ -70,7 +70,7 @@ class PartNorms:
         self.parts = part_names(model.config.n_layer)
         self.index = torch.tensor([self.parts.index(p) for p in part_of], device=runtime.device)
         self.runtime = runtime
-        self.sharded = any(isinstance(p, DTensor) for p in self.params)
+        self.sharded = any(is_shard(p) for p in self.params)
 
     def squares(self, tensors: Sequence[Tensor]) -> Tensor:
         """Squared L2 norm of each tensor, one per parameter, float32 [number of parameters]."""
@@ -91,4 +91,4 @@ class PartNorms:
 
 def local(t: Tensor) -> Tensor:
     """The shard that this process holds, or the tensor itself."""
-    return t.to_local() if isinstance(t, DTensor) else t
+    return t.to_local() if is_shard(t) else t

@@ -14,10 +14,10 @@ from collections.abc import Collection, Iterator
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from data import EvalWindows
+from data.batches import EvalWindows
 from model import GPT, Norm
+from training.distributed import is_shard
 from training.dynamics import PartNorms, local, mean_square
 from training.metrics import branch_names, depth_names
 
@@ -193,7 +193,7 @@ def gains(layers: dict[str, Norm]) -> dict[str, Tensor]:
     """Mean and largest absolute gain of every norm, by the names of `norm_names`."""
     values = {}
     for name, norm in layers.items():
-        gain = norm.weight.full_tensor() if isinstance(norm.weight, DTensor) else norm.weight
+        gain = norm.weight.full_tensor() if is_shard(norm.weight) else norm.weight
         values[f"gain/{name}.mean"], values[f"gain/{name}.max"] = gain.mean(), gain.abs().max()
     return values
 

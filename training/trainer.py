@@ -14,7 +14,7 @@ from torch import Tensor
 
 from base.cli import UserError
 from configs import Config
-from data import EvalWindows, TrainBatches
+from data.batches import EvalWindows, TrainBatches
 from data.dataset import Dataset
 from model import GPT
 from training.distributed import (
