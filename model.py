@@ -192,7 +192,7 @@ class Norm(nn.Module):
         self.how = {"kind": config.norm, "eps": config.norm_eps, "impl": config.kernel}
 
     def forward(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-        return kernels.norm(x, self.weight, self.bias, out_dtype=out_dtype, **self.how)
+        return kernels.norm(x, (self.weight, self.bias), out_dtype=out_dtype, **self.how)
 
     def add_norm(self, x: Tensor, s: Tensor, **how) -> tuple[Tensor | None, Tensor]:
         return kernels.add_norm(x, s, self.weight, self.bias, **how, **self.how)

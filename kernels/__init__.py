@@ -1,12 +1,11 @@
-"""Residual add and normalization, fused: four functions, one pass over memory each, forward and backward.
+"""Residual add and normalization, fused: two functions, one pass over memory each, forward and backward.
 
-x and s have shape [..., D], gains and biases [D]. x is the residual stream, s a branch's output, r their
-sum in x's dtype, N(.) a LayerNorm or an RMSNorm (`kind`). The formulas are in `kernels/reference.py`.
+    norm(x, gain)                              N(x)
+    join(x, s, out=, then=, a=1.0, b=1.0)      r = a x + b N_out(s)   and   h = N_then(r)
 
-    norm            N(x)
-    add_norm        r = x + s              and N(r)     the join of pre-norm, and of post-norm
-    norm_add        r = x + N(s)                        the join of output-norm
-    norm_add_norm   r = x + N_out(s)       and N(r)     the join of sandwich-norm
+x and s have shape [..., D]. x is the residual stream, s a branch's output, r their sum in x's dtype, N(.) a
+LayerNorm or an RMSNorm (`kind`), a and b numbers. A norm is given by its gain, a pair (weight, bias): each is
+[D] or None, and (None, None) is a norm without a gain. The formulas are in `kernels/reference.py`.
 
 `impl` chooses who computes it: "torch" is PyTorch's own operators anywhere, "triton" our kernels on a GPU
 (or interpreted, under TRITON_INTERPRET=1), "auto" Triton for CUDA tensors, but not inside a torch.func
@@ -44,39 +43,41 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # triton, too, reads it
 launches: Counter = Counter()  # how often each Triton kernel ran, by name: proof of which path computes
 
 
-def norm(x, weight, bias=None, *, kind, eps, out_dtype=None, impl="auto"):
+def norm(x, gain, *, kind, eps, out_dtype=None, impl="auto"):
     """N(x) in out_dtype, by default x's."""
     out_dtype = out_dtype or x.dtype
-    check(x, x, kind, eps, out_dtype, weight=weight, bias=bias)
-    return backend(impl, x).norm(x, weight, bias, kind=kind, eps=eps, out_dtype=out_dtype)
+    check(x, x, kind, eps, out_dtype, gain=gain)
+    return backend(impl, x).norm(x, gain, kind=kind, eps=eps, out_dtype=out_dtype)
 
 
-def add_norm(x, s, weight, bias=None, *, kind, eps, out_dtype=None, want_sum=True, impl="auto"):
-    """(r, N(r)) with r = x + s; N(r) in out_dtype, by default s's. Without want_sum, r is None."""
+def join(x, s, *, out=None, then=None, a=1.0, b=1.0, kind, eps, out_dtype=None, want_sum=True, impl="auto"):
+    """(r, h) with r = a x + b N_out(s) and h = N_then(r); h in out_dtype, by default s's.
+
+    out=None is no norm of s. then=None is no norm of the sum: h is r in out_dtype. Without want_sum, which needs
+    `then`, r is None and not written.
+    """
     out_dtype = out_dtype or s.dtype
-    check(x, s, kind, eps, out_dtype, weight=weight, bias=bias)
-    return backend(impl, x).add_norm(
-        x, s, weight, bias, kind=kind, eps=eps, out_dtype=out_dtype, want_sum=want_sum
-    )
+    check(x, s, kind, eps, out_dtype, a, b, out=out, then=then)
+    if then is None and not want_sum:
+        raise ValueError("want_sum=False needs a norm of the sum: without `then`, the sum is the result")
+    settings = {"kind": kind, "eps": eps, "out_dtype": out_dtype, "want_sum": want_sum}
+    return backend(impl, x).join(x, s, out=out, then=then, a=a, b=b, **settings)
 
 
-def norm_add(x, s, weight, bias=None, *, kind, eps, impl="auto"):
-    """x + N(s) in x's dtype."""
-    check(x, s, kind, eps, x.dtype, weight=weight, bias=bias)
-    return backend(impl, x).norm_add(x, s, weight, bias, kind=kind, eps=eps)
+def add_norm(x, s, weight, bias=None, **how):
+    return join(x, s, then=(weight, bias), **how)
 
 
-def norm_add_norm(x, s, out_weight, out_bias, weight, bias, *, kind, eps, out_dtype=None, impl="auto"):
-    """(r, N(r)) with r = x + N_out(s); N(r) in out_dtype, by default s's."""
-    out_dtype = out_dtype or s.dtype
-    check(x, s, kind, eps, out_dtype, out_weight=out_weight, out_bias=out_bias, weight=weight, bias=bias)
-    return backend(impl, x).norm_add_norm(
-        x, s, out_weight, out_bias, weight, bias, kind=kind, eps=eps, out_dtype=out_dtype
-    )
+def norm_add(x, s, weight, bias=None, **how):
+    return join(x, s, out=(weight, bias), **how)[0]
 
 
-def check(x, s, kind, eps, out_dtype, **gains):
-    """Raises ValueError for arguments that do not fit together; a missing bias is None."""
+def norm_add_norm(x, s, out_weight, out_bias, weight, bias, **how):
+    return join(x, s, out=(out_weight, out_bias), then=(weight, bias), **how)
+
+
+def check(x, s, kind, eps, out_dtype, a=1.0, b=1.0, **norms):
+    """Raises ValueError for arguments that do not fit together; `norms` are gains by name, or None for no norm."""
     if kind not in KINDS:
         raise ValueError(f"kind must be 'layernorm' or 'rmsnorm', not {kind!r}")
     if x.shape != s.shape or x.dim() == 0 or x.shape[-1] == 0:
@@ -88,23 +89,35 @@ def check(x, s, kind, eps, out_dtype, **gains):
             f"x, s and out_dtype must be float16, bfloat16 or float32, or all float64, "
             f"not {x.dtype}, {s.dtype} and {out_dtype}"
         )
-    statistics = statistics_dtype(x)
-    limits = torch.finfo(statistics)
-    if not (isinstance(eps, float | int) and math.isfinite(eps) and limits.tiny <= eps <= limits.max):
-        raise ValueError(f"eps must be a positive number that {statistics} can hold, not {eps!r}")
-    for name, gain in gains.items():
-        if gain is None and name.endswith("bias"):
-            continue
-        if kind == "rmsnorm" and name.endswith("bias"):
-            raise ValueError(f"RMSNorm has no bias, so {name} must be None")
-        if gain.shape != x.shape[-1:]:
-            raise ValueError(f"{name} must have shape [{x.shape[-1]}] like x's rows, not {list(gain.shape)}")
-        if gain.dtype not in DTYPES or (gain.dtype == torch.float64 and statistics != torch.float64):
-            raise ValueError(f"{name} may not be {gain.dtype} where x is {x.dtype}")
-        if gain.device != x.device:
-            raise ValueError(f"x is on {x.device}, but {name} is on {gain.device}")
     if s.device != x.device:
         raise ValueError(f"x is on {x.device}, but s is on {s.device}")
+    limits = torch.finfo(statistics_dtype(x))
+    if not (isinstance(eps, float | int) and math.isfinite(eps) and limits.tiny <= eps <= limits.max):
+        raise ValueError(f"eps must be a positive number that {statistics_dtype(x)} can hold, not {eps!r}")
+    if not (math.isfinite(a) and math.isfinite(b)):
+        raise ValueError(f"the factors a and b must be finite numbers, not {a!r} and {b!r}")
+    for name, gain in norms.items():
+        if gain is not None:
+            check_gain(x, kind, name, gain)
+
+
+def check_gain(x, kind, name, gain):
+    if not (isinstance(gain, tuple | list) and len(gain) == 2):
+        raise ValueError(f"{name} must be a pair (weight or None, bias or None), not {type(gain).__name__}")
+    if kind == "rmsnorm" and gain[1] is not None:
+        raise ValueError(f"RMSNorm has no bias, so the bias of {name} must be None")
+    for part, t in zip(("weight", "bias"), gain, strict=True):
+        if t is None:
+            continue
+        if t.shape != x.shape[-1:]:
+            shape = list(t.shape)
+            raise ValueError(
+                f"the {part} of {name} must have shape [{x.shape[-1]}] like x's rows, not {shape}"
+            )
+        if t.dtype not in DTYPES or (t.dtype == torch.float64 and x.dtype != torch.float64):
+            raise ValueError(f"the {part} of {name} may not be {t.dtype} where x is {x.dtype}")
+        if t.device != x.device:
+            raise ValueError(f"x is on {x.device}, but the {part} of {name} is on {t.device}")
 
 
 def backend(impl, x):

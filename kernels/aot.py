@@ -34,20 +34,20 @@ SPILL_FREE_UP_TO = 4096
 # Bytes per element of a bfloat16 branch with a stream of (bfloat16, float32): every input read once, every
 # output written once. The backward of norm_add does not write dx, which is dr.
 LIMITS = {
-    ("norm", "forward"): (4, 6),  # x -> y
-    ("norm", "backward"): (6, 10),  # dy, x -> dx
-    ("add_norm", "forward"): (8, 12),  # x, s -> r, y
-    ("add_norm", "backward"): (8, 16),  # dy, dr, r -> dx, which is ds, too, where both have one dtype
-    ("add_norm_no_sum", "forward"): (6, 10),  # x, s -> y
-    ("add_norm_no_sum", "backward"): (8, 16),  # dy, x, s -> dx, ds likewise
+    ("norm", "forward"): (4, 6),  # x -> h
+    ("norm", "backward"): (6, 10),  # dh, x -> dx
+    ("add_norm", "forward"): (8, 12),  # x, s -> r, h
+    ("add_norm", "backward"): (8, 16),  # dh, dr, r -> dx, which is ds, too, where both have one dtype
+    ("add_norm_no_sum", "forward"): (6, 10),  # x, s -> h
+    ("add_norm_no_sum", "backward"): (8, 16),  # dh, x, s -> dx, ds likewise
     ("norm_add", "forward"): (6, 10),  # x, s -> r
     ("norm_add", "backward"): (6, 8),  # dr, s -> ds
-    ("norm_add_norm", "forward"): (8, 12),  # x, s -> r, y
-    ("norm_add_norm", "backward"): (12, 18),  # dy, dr, r, s -> dx, ds
+    ("norm_add_norm", "forward"): (8, 12),  # x, s -> r, h
+    ("norm_add_norm", "backward"): (12, 18),  # dh, dr, r, s -> dx, ds
 }
 FUNCTIONS = tuple(dict.fromkeys(function for function, _ in LIMITS))
 STREAMS = (torch.bfloat16, torch.float32)
-ROW_ARGUMENTS = {"x", "s", "r", "y", "dr", "dy", "dx", "ds"}
+ROW_ARGUMENTS = {"x", "s", "r", "h", "dr", "dh", "dx", "ds"}
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Finding:
         if self.bytes_per_element != limit:
             yield f"{self.bytes_per_element:g} bytes per element where the limit is {limit}"
         for argument, widths in self.widths.items():
-            narrow = 8 if argument in ("s", "y", "dy", "ds") and self.case.stream == torch.float32 else 16
+            narrow = 8 if argument in ("s", "h", "dh", "ds") and self.case.stream == torch.float32 else 16
             if min(widths) < narrow:
                 yield f"{argument} moves in accesses of {min(widths)} bytes"
 
@@ -117,15 +117,15 @@ def launches_of(case):
         for name, kernel in kernels.items():
             setattr(triton_kernels, name, Recorder(kernel, launched))
         if case.function == "norm":
-            outputs = (fused.norm(x, gain, bias, out_dtype=s.dtype, **settings),)
-        elif case.function == "norm_add":
-            outputs = (fused.norm_add(x, s, gain, bias, **settings),)
-        elif case.function == "norm_add_norm":
-            outputs = fused.norm_add_norm(x, s, gain, bias, gain, bias, out_dtype=s.dtype, **settings)
+            outputs = (fused.norm(x, (gain, bias), out_dtype=s.dtype, **settings),)
         else:
-            want_sum = case.function == "add_norm"
-            out_dtype = s.dtype if want_sum else x.dtype  # post-norm's y is the stream
-            outputs = fused.add_norm(x, s, gain, bias, out_dtype=out_dtype, want_sum=want_sum, **settings)
+            want_sum = case.function != "add_norm_no_sum"
+            out_dtype = s.dtype if want_sum else x.dtype  # post-norm's h is the stream
+            out = (gain, bias) if case.function.startswith("norm_add") else None
+            then = None if case.function == "norm_add" else (gain, bias)
+            factors = {"a": 1.0, "b": 1.0, "out_dtype": out_dtype, "want_sum": want_sum}
+            outputs = fused.join(x, s, out=out, then=then, **factors, **settings)
+            outputs = outputs[: 1 if then is None else 2]
         outputs = [output for output in outputs if output is not None]
         torch.autograd.backward(outputs, [torch.zeros_like(output) for output in outputs])
     finally:

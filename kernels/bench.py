@@ -58,7 +58,7 @@ def ours(function, kind):
     options = {"kind": kind, "eps": EPS}
     branch = torch.bfloat16
     return {
-        "norm": lambda x, s, ow, ob, w, b: [norm(x, w, b, out_dtype=branch, **options)],
+        "norm": lambda x, s, ow, ob, w, b: [norm(x, (w, b), out_dtype=branch, **options)],
         "add_norm": lambda x, s, ow, ob, w, b: add_norm(x, s, w, b, **options),
         "add_norm_no_sum": lambda x, s, ow, ob, w, b: [
             add_norm(x, s, w, b, out_dtype=x.dtype, want_sum=False, **options)[1]

@@ -1,4 +1,4 @@
-"""The four functions from PyTorch's own operators: what runs on the CPU, and wherever Triton cannot.
+"""The two functions from PyTorch's own operators: what runs on the CPU, and wherever Triton cannot.
 
 LayerNorm is `F.layer_norm`. RMSNorm is `F.rms_norm` on a GPU and under torch.compile, where it is one
 kernel; in eager mode on the CPU PyTorch composes it, and its backward, from a dozen passes over memory.
@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd import forward_ad
 
-from .reference import promote, standardize_backward
+from .reference import normalize_backward, promote
 
 layer_norm_backward = torch.ops.aten.native_layer_norm_backward.default
 
@@ -36,7 +36,8 @@ class CpuRMSNorm(torch.autograd.Function):
     def backward(ctx, dy):
         x, weight, rstd = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return *standardize_backward(dy, x, weight, "rmsnorm", ctx.eps)[:2], None
+            dx, (dweight, _) = normalize_backward(dy, x, (weight, None), "rmsnorm", ctx.eps)
+            return dx, dweight, None
         dx, dweight, _ = layer_norm_backward(
             dy, x, weight.shape, torch.zeros_like(rstd), rstd, weight, None, (True, True, False)
         )
@@ -61,31 +62,24 @@ def eager_cpu(x):
     return x.device.type == "cpu" and not (torch.compiler.is_compiling() or transformed())
 
 
-def normalize(x, weight, bias, kind, eps):
+def normalize(x, gain, kind, eps):
     """N(x) [..., D], in the dtype of the statistics."""
     x = promote(x)
-    weight = weight.to(x.dtype)
+    weight, bias = (None if t is None else t.to(x.dtype) for t in gain)
+    shape = x.shape[-1:]
     if kind == "layernorm":
-        return F.layer_norm(x, weight.shape, weight, None if bias is None else bias.to(x.dtype), eps)
+        return F.layer_norm(x, shape, weight, bias, eps)
     if eager_cpu(x):
-        return CpuRMSNorm.apply(x, weight, eps)
-    return F.rms_norm(x, weight.shape, weight, eps)
+        return CpuRMSNorm.apply(x, x.new_ones(shape) if weight is None else weight, eps)
+    return F.rms_norm(x, shape, weight, eps)
 
 
-def norm(x, weight, bias, *, kind, eps, out_dtype):
-    return normalize(x, weight, bias, kind, eps).to(out_dtype)
+def norm(x, gain, *, kind, eps, out_dtype):
+    return normalize(x, gain, kind, eps).to(out_dtype)
 
 
-def add_norm(x, s, weight, bias, *, kind, eps, out_dtype, want_sum):
-    r = (x + s).to(x.dtype)
-    y = norm(r, weight, bias, kind=kind, eps=eps, out_dtype=out_dtype)
-    return (r if want_sum else None), y
-
-
-def norm_add(x, s, weight, bias, *, kind, eps):
-    return (x + normalize(s, weight, bias, kind, eps)).to(x.dtype)
-
-
-def norm_add_norm(x, s, out_weight, out_bias, weight, bias, *, kind, eps, out_dtype):
-    r = norm_add(x, s, out_weight, out_bias, kind=kind, eps=eps)
-    return r, norm(r, weight, bias, kind=kind, eps=eps, out_dtype=out_dtype)
+def join(x, s, *, out, then, a, b, kind, eps, out_dtype, want_sum):
+    branch = s if out is None else normalize(s, out, kind, eps)
+    r = torch.add(x if a == 1 else a * x, branch, alpha=b).to(x.dtype)
+    h = (r if then is None else normalize(r, then, kind, eps)).to(out_dtype)
+    return (r if want_sum else None), h

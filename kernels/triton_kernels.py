@@ -1,12 +1,13 @@
 """The Triton kernels: one forward, one backward, and one that adds up the gain gradients.
 
-The four functions of `reference.py` are one computation with parts left out. With N_out and N optional,
+`norm` and `join` of `reference.py` are one computation with parts left out. With N_out, N_then, their gains and
+the factors optional,
 
-    forward    r = x + N_out(s)                      y = N(r)
-    backward   d = dr + N'(dy),   dx = d,            ds = N_out'(d)
+    forward    r = a x + b N_out(s)                  h = N_then(r)
+    backward   d = dr + N_then'(dh),   dx = a d,     ds = N_out'(b d)
 
-so a pointer that is None leaves its part out when the kernel is compiled, and no call moves a byte that its
-function does not need. One program handles a tile of ROWS whole rows: one row where rows are long, many
+so an argument that is None leaves its part out when the kernel is compiled, and no call moves a byte that it
+does not need. One program handles a tile of ROWS whole rows: one row where rows are long, many
 where they are short (QK-norm). D is a compile-time constant, the number of rows is not.
 
 Backward is a loop over tiles in a fixed number of programs. Each keeps its sums for the gain gradients in
@@ -62,6 +63,25 @@ def store(pointer, offsets, v, mask):
 def load_gain(pointer, D: tl.constexpr, BLOCK: tl.constexpr, dtype: tl.constexpr):
     column = tl.arange(0, BLOCK)[None, :]
     return load(pointer, column, column < D, dtype)  # [1, BLOCK]
+
+
+@triton.jit
+def affine(v, weight, bias, D: tl.constexpr, BLOCK: tl.constexpr, dtype: tl.constexpr):
+    if weight is not None:
+        v *= load_gain(weight, D, BLOCK, dtype)
+    if bias is not None:
+        v += load_gain(bias, D, BLOCK, dtype)
+    return v
+
+
+@triton.jit
+def joined(v, branch, a, b, dtype: tl.constexpr):
+    """a v + b branch, as `dtype` stores it: backward reads the stored sum, and needs the statistics of that."""
+    if a is not None:
+        v *= a
+    if b is not None:
+        branch *= b
+    return rounded(v + branch, dtype).to(v.dtype)
 
 
 @triton.jit
@@ -122,9 +142,9 @@ def projections(g, xh, D: tl.constexpr, CENTRE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["M"])
 def forward(
-    x, s, out_weight, out_bias, weight, bias, r, y, stats, M,
-    D: tl.constexpr, EPS: tl.constexpr, CENTRE: tl.constexpr, STATS: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    x, s, out_weight, out_bias, weight, bias, a, b, r, h, stats, M,
+    OUT: tl.constexpr, THEN: tl.constexpr, D: tl.constexpr, EPS: tl.constexpr, CENTRE: tl.constexpr,
+    STATS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     acc: tl.constexpr = stats.dtype.element_ty
     first, inner, mask, exists = tile_at(tl.program_id(0), M, D, ROWS, BLOCK)
@@ -134,29 +154,25 @@ def forward(
     v = load(x + tile, inner, mask, acc)
     if s is not None:
         branch = load(s + tile, inner, mask, acc)
-        if out_weight is not None:
+        if OUT:
             branch = standardize(branch, mask, stats, exists, D, EPS, CENTRE)
             stats += 1 + CENTRE
-            branch *= load_gain(out_weight, D, BLOCK, acc)
-            if out_bias is not None:
-                branch += load_gain(out_bias, D, BLOCK, acc)
-        # Backward recomputes xh from the stored sum: the statistics must be those of what is stored.
-        v = rounded(v + branch, x.dtype.element_ty).to(acc)
+            branch = affine(branch, out_weight, out_bias, D, BLOCK, acc)
+        v = joined(v, branch, a, b, x.dtype.element_ty)
     if r is not None:
         store(r + tile, inner, v, mask)
-    if weight is not None:
-        v = standardize(v, mask, stats, exists, D, EPS, CENTRE) * load_gain(weight, D, BLOCK, acc)
-        if bias is not None:
-            v += load_gain(bias, D, BLOCK, acc)
-        store(y + tile, inner, v, mask)
+    if THEN:
+        v = standardize(v, mask, stats, exists, D, EPS, CENTRE)
+        store(h + tile, inner, affine(v, weight, bias, D, BLOCK, acc), mask)
 
 
 @triton.jit(do_not_specialize=["M"])
 def backward(
-    dr, dy, r, s, out_weight, weight, stats, dx, ds, partials, M,
-    D: tl.constexpr, CENTRE: tl.constexpr, STATS: tl.constexpr,
-    BIAS: tl.constexpr, OUT_BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    dr, dh, r, s, out_weight, out_bias, weight, bias, a, b, stats, dx, ds, partials, M,
+    OUT: tl.constexpr, THEN: tl.constexpr, SUM: tl.constexpr, D: tl.constexpr, CENTRE: tl.constexpr,
+    STATS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """r is the stored sum, or x where SUM is False. N_then's bias is not read: that it exists is enough."""
     acc: tl.constexpr = stats.dtype.element_ty
     dweight = tl.zeros([ROWS, BLOCK], acc)
     dbias = tl.zeros([ROWS, BLOCK], acc)
@@ -177,31 +193,42 @@ def backward(
             d = load(dr + tile, inner, mask, acc)
         if s is not None:
             branch = load(s + tile, inner, mask, acc)
-        if weight is not None:
-            dnormed = load(dy + tile, inner, mask, acc)
+        if THEN:
+            dnormed = load(dh + tile, inner, mask, acc)
             v = load(r + tile, inner, mask, acc)
-            if s is not None and out_weight is None:  # r holds x: the sum was never stored
-                v = rounded(v + branch, r.dtype.element_ty).to(acc)
-            # N_out's statistics, where there are any, stand before N's.
+            if not SUM and s is not None:
+                term = branch
+                if OUT:
+                    term, _ = restandardize(branch, mask, stat, exists, CENTRE)
+                    term = affine(term, out_weight, out_bias, D, BLOCK, acc)
+                v = joined(v, term, a, b, r.dtype.element_ty)
+            # N_out's statistics, where there are any, stand before N_then's.
             xh, rstd = restandardize(v, mask, stat + (STATS - 1 - CENTRE), exists, CENTRE)
-            xh, level, along = projections(dnormed * gain, xh, D, CENTRE)
-            dweight += dnormed * xh
-            if BIAS:
+            g = dnormed * gain if weight is not None else dnormed
+            xh, level, along = projections(g, xh, D, CENTRE)
+            if weight is not None:
+                dweight += dnormed * xh
+            if bias is not None:
                 dbias += dnormed
-            g = rstd * (dnormed * gain - level - xh * along)
+            g = rstd * (g - level - xh * along)
             if dr is not None:
                 d += g
             else:
                 d = g
-            store(dx + tile, inner, d, mask)
+        if dx is not None:
+            store(dx + tile, inner, d if a is None else d * a, mask)
 
-        if out_weight is not None:
+        if b is not None:
+            d *= b
+        if OUT:
             sh, rstd = restandardize(branch, mask, stat, exists, CENTRE)
-            sh, level, along = projections(d * out_gain, sh, D, CENTRE)
-            dout_weight += d * sh
-            if OUT_BIAS:
+            g = d * out_gain if out_weight is not None else d
+            sh, level, along = projections(g, sh, D, CENTRE)
+            if out_weight is not None:
+                dout_weight += d * sh
+            if out_bias is not None:
                 dout_bias += d
-            d = rstd * (d * out_gain - level - sh * along)
+            d = rstd * (g - level - sh * along)
         if ds is not None:
             store(ds + tile, inner, d, mask)
 
@@ -211,14 +238,14 @@ def backward(
     if weight is not None:
         tl.store(row, tl.sum(dweight, 0), mask=column < D)
         row += step
-        if BIAS:
-            tl.store(row, tl.sum(dbias, 0), mask=column < D)
-            row += step
+    if bias is not None:
+        tl.store(row, tl.sum(dbias, 0), mask=column < D)
+        row += step
     if out_weight is not None:
         tl.store(row, tl.sum(dout_weight, 0), mask=column < D)
         row += step
-        if OUT_BIAS:
-            tl.store(row, tl.sum(dout_bias, 0), mask=column < D)
+    if out_bias is not None:
+        tl.store(row, tl.sum(dout_bias, 0), mask=column < D)
 
 
 @triton.jit

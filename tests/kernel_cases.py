@@ -65,7 +65,7 @@ def call(case, tensors, impl="triton", eps=EPS, out_dtype=None):
     weight, bias = t["weight"], t.get("bias")
     out_dtype = out_dtype or case.branch
     if case.function == "norm":
-        return {"y": kernels.norm(t["x"], weight, bias, out_dtype=out_dtype, **settings)}
+        return {"y": kernels.norm(t["x"], (weight, bias), out_dtype=out_dtype, **settings)}
     if case.function == "norm_add":
         return {"r": kernels.norm_add(t["x"], t["s"], weight, bias, **settings)}
     if case.function == "norm_add_norm":

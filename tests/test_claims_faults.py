@@ -15,7 +15,8 @@ from training import optimizer
 def breaks(function):
     """A wrong `normalize`: a row of x, its weight, bias, kind and eps."""
 
-    def normalize(x, weight, bias, kind, eps):
+    def normalize(x, gain, kind, eps):
+        weight, bias = gain
         y = function(x, kind, eps) * weight.to(x.dtype)
         return y if bias is None else y + bias.to(x.dtype)
 
@@ -135,19 +136,21 @@ def no_final_norm(monkeypatch):
 
 
 def sums_gradient_before_the_jacobian(monkeypatch):
-    def backward_of_sum(dr, dy, r, weight, kind, eps):
-        dy = dy if dr is None else dy + dr
-        return reference.standardize_backward(dy, r, weight, kind, eps)
+    def backward_of_sum(dr, dh, r, then, kind, eps):
+        dh = dh if dr is None else dh + dr
+        return (dh, None) if then is None else reference.normalize_backward(dh, r, then, kind, eps)
 
     monkeypatch.setattr(reference, "backward_of_sum", backward_of_sum)
 
 
 def gradient_without_the_projection(monkeypatch):
-    def standardize_backward(dy, x, weight, kind, eps):
+    def normalize_backward(dy, x, gain, kind, eps):
         xh, rstd = reference.standardize(x, kind, eps)
-        return rstd * dy * weight, reference.over_rows(dy * xh), reference.over_rows(dy)
+        weight, bias = gain
+        dbias = None if bias is None else reference.over_rows(dy)
+        return rstd * dy * weight, (reference.over_rows(dy * xh), dbias)
 
-    monkeypatch.setattr(reference, "standardize_backward", standardize_backward)
+    monkeypatch.setattr(reference, "normalize_backward", normalize_backward)
 
 
 def any_eps_is_taken(monkeypatch):

@@ -29,15 +29,15 @@ gain = torch.ones(8)
         ("eps must be", {"eps": 1e39}),
         ("x and s must have the same shape", {"s": torch.ones(1, 8)}),
         ("x and s must have the same shape", {"x": torch.ones(()), "s": torch.ones(())}),
-        ("weight must have shape \\[8\\] like x's rows, not \\[1\\]", {"weight": torch.ones(1)}),
-        ("RMSNorm has no bias, so bias must be None", {"bias": gain}),
-        ("bias must have shape", {"kind": "layernorm", "bias": torch.ones(2, 8)}),
+        ("the weight of then must have shape \\[8\\] like x's rows, not \\[1\\]", {"weight": torch.ones(1)}),
+        ("RMSNorm has no bias, so the bias of then must be None", {"bias": gain}),
+        ("the bias of then must have shape", {"kind": "layernorm", "bias": torch.ones(2, 8)}),
         ("x, s and out_dtype must be", {"x": x.long()}),
         ("x, s and out_dtype must be", {"out_dtype": torch.int8}),
         ("or all float64", {"x": x.double()}),
-        ("weight may not be torch.float64 where x is torch.float32", {"weight": gain.double()}),
+        ("the weight of then may not be torch.float64 where x is torch.float32", {"weight": gain.double()}),
         ("x is on cpu, but s is on meta", {"s": x.to("meta")}),
-        ("x is on cpu, but weight is on meta", {"weight": gain.to("meta")}),
+        ("x is on cpu, but the weight of then is on meta", {"weight": gain.to("meta")}),
     ],
 )
 def test_mistakes_are_refused_in_one_sentence(message, changes):
@@ -50,15 +50,15 @@ def test_mistakes_are_refused_in_one_sentence(message, changes):
 
 def test_both_gains_of_the_sandwich_are_checked():
     kernels.norm_add_norm(x, x, gain, None, gain, None, **OPTIONS)
-    with pytest.raises(ValueError, match="out_weight must have shape"):
+    with pytest.raises(ValueError, match="the weight of out must have shape"):
         kernels.norm_add_norm(x, x, gain[:4], None, gain, None, **OPTIONS)
-    with pytest.raises(ValueError, match="out_bias must be None"):
+    with pytest.raises(ValueError, match="the bias of out must be None"):
         kernels.norm_add_norm(x, x, gain, gain, gain, None, **OPTIONS)
 
 
 def test_a_small_eps_is_fine_in_float64():
     tiny = x.double() * 1e-60
-    y = kernels.norm(tiny, gain, kind="rmsnorm", eps=1e-200)
+    y = kernels.norm(tiny, (gain, None), kind="rmsnorm", eps=1e-200)
     torch.testing.assert_close(y, torch.ones_like(y))
 
 
@@ -67,23 +67,25 @@ def test_eps_reaches_the_statistics(impl):
     small = 1e-3 * x
     expected = {1e-6: 2**-0.5, 1e-2: 1 / (1 + 1e4) ** 0.5}
     for eps, value in expected.items():
-        y = kernels.norm(small, gain, kind="rmsnorm", eps=eps, impl=impl)
+        y = kernels.norm(small, (gain, None), kind="rmsnorm", eps=eps, impl=impl)
         torch.testing.assert_close(y, torch.full_like(y, value), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 def test_rows_of_zeros_and_float16_squares_that_overflow(impl):
     zeros = torch.zeros(2, 8, dtype=torch.float16)
-    assert torch.equal(kernels.norm(zeros, gain, impl=impl, **OPTIONS), zeros)
+    assert torch.equal(kernels.norm(zeros, (gain, None), impl=impl, **OPTIONS), zeros)
     large = torch.full((2, 8), 6e4, dtype=torch.float16)
-    torch.testing.assert_close(kernels.norm(large, gain, impl=impl, **OPTIONS), torch.ones_like(large))
+    torch.testing.assert_close(
+        kernels.norm(large, (gain, None), impl=impl, **OPTIONS), torch.ones_like(large)
+    )
 
 
 def test_rows_beyond_the_limit():
     wide = torch.ones(1, kernels.MAX_D + 1)
     with pytest.raises(ValueError, match=f"at most {kernels.MAX_D} elements, not {kernels.MAX_D + 1}"):
-        kernels.norm(wide, wide[0], impl="triton", **OPTIONS)
-    assert kernels.norm(wide, wide[0], **OPTIONS).shape == wide.shape
+        kernels.norm(wide, (wide[0], None), impl="triton", **OPTIONS)
+    assert kernels.norm(wide, (wide[0], None), **OPTIONS).shape == wide.shape
 
 
 class OnCuda:
@@ -109,7 +111,7 @@ def test_why_triton_cannot_run(monkeypatch):
     assert "need a CUDA device, not cpu" in kernels.triton_problem("cpu")
     assert "torch finds none" in kernels.triton_problem("cuda")
     with pytest.raises(ValueError, match="need a CUDA device, not cpu"):
-        kernels.norm(x, gain, impl="triton", **OPTIONS)
+        kernels.norm(x, (gain, None), impl="triton", **OPTIONS)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert kernels.triton_problem("cuda") is None
     monkeypatch.setattr(torch.version, "hip", "6.4")  # AMD's build, which calls its devices cuda
@@ -126,9 +128,9 @@ importlib.util.find_spec = lambda name, *rest: None if name == "triton" else fin
 import torch, kernels
 assert not any(name.split(".")[0] == "triton" for name in sys.modules), "triton was imported"
 x, gain = torch.ones(2, 8), torch.ones(8)
-print(kernels.norm(x, gain, kind="rmsnorm", eps=1e-5).sum().item())
+print(kernels.norm(x, (gain, None), kind="rmsnorm", eps=1e-5).sum().item())
 try:
-    kernels.norm(x, gain, kind="rmsnorm", eps=1e-5, impl="triton")
+    kernels.norm(x, (gain, None), kind="rmsnorm", eps=1e-5, impl="triton")
 except ValueError as error:
     print(error)
 """

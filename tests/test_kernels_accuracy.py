@@ -127,7 +127,7 @@ def test_rows_that_differ_in_the_last_bit(D):
     for value in (1e5 / 3, 1e9 / 7, 1e18 / 3):
         x = torch.full((1, D), value, device=DEVICE)
         x[0, 0] = torch.nextafter(x[0, 0], torch.tensor(torch.inf, device=DEVICE))
-        y = kernels.norm(x, gain, kind="layernorm", eps=1e-5, impl="triton")
+        y = kernels.norm(x, (gain, None), kind="layernorm", eps=1e-5, impl="triton")
         exact = torch.nn.functional.layer_norm(x.double(), (D,), eps=1e-5)
         torch.testing.assert_close(y.double(), exact, rtol=1e-4, atol=1e-5)
 
@@ -138,7 +138,7 @@ def test_constant_rows_become_zero(D, impl):
     """Where the rounded mean is not the row's value, all that is left of the row is that error."""
     for value in (0.1, 100.3, 1e6 / 3, 1e9 / 7, 1e18 / 3):
         x = torch.full((2, D), value, device=DEVICE, requires_grad=True)
-        y = kernels.norm(x, torch.ones_like(x[0]), kind="layernorm", eps=1e-5, impl=impl)
+        y = kernels.norm(x, (torch.ones_like(x[0]), None), kind="layernorm", eps=1e-5, impl=impl)
         assert y.abs().max() < 1e-3, value
         y.backward(torch.linspace(-1, 1, 2 * D, device=DEVICE).view(2, D))
         assert x.grad.isfinite().all(), value

@@ -10,39 +10,41 @@ from kernels import reference
 F64 = {"stream": torch.float64, "branch": torch.float64, "gains": torch.float64}
 
 
-def forward(case, t):
-    """The outputs of reference.<function>, by name."""
-    settings = {"kind": case.kind, "eps": EPS}
-    weight, bias = t["weight"], t.get("bias")
-    if case.function == "norm":
-        return {"y": reference.norm(t["x"], weight, bias, **settings)}
+def gains_of(case, t):
+    """The norms of the case's join, as `join` takes them."""
+    first = (t["weight"], t.get("bias"))
     if case.function == "norm_add":
-        return {"r": reference.norm_add(t["x"], t["s"], weight, bias, **settings)}
+        return {"out": first}
     if case.function == "norm_add_norm":
-        gains = t["out_weight"], t.get("out_bias"), weight, bias
-        return dict(zip("ry", reference.norm_add_norm(t["x"], t["s"], *gains, **settings), strict=True))
-    want_sum = case.function == "add_norm"
-    r, y = reference.add_norm(t["x"], t["s"], weight, bias, want_sum=want_sum, **settings)
-    return {"r": r, "y": y} if want_sum else {"y": y}
+        return {"out": (t["out_weight"], t.get("out_bias")), "then": first}
+    return {"then": first}
+
+
+def forward(case, t):
+    """The outputs of the reference, by name."""
+    settings = {"kind": case.kind, "eps": EPS}
+    if case.function == "norm":
+        return {"y": reference.norm(t["x"], (t["weight"], t.get("bias")), **settings)}
+    want_sum = case.function != "add_norm_no_sum"
+    r, y = reference.join(t["x"], t["s"], **gains_of(case, t), want_sum=want_sum, **settings)
+    return {name: value for name, value in (("r", r), ("y", y)) if name in case.outputs}
 
 
 def backward(case, t, gradients):
-    """The gradients of reference.<function>_backward, by name."""
+    """The gradients of the reference, by name."""
     settings = {"kind": case.kind, "eps": EPS}
     dr, dy = gradients.get("r"), gradients.get("y")
-    names = ["dx", "ds", "dweight", "dbias"]
     if case.function == "norm":
-        names = ["dx", "dweight", "dbias"]
-        values = reference.norm_backward(dy, t["x"], t["weight"], **settings)
-    elif case.function == "norm_add":
-        values = reference.norm_add_backward(dr, t["s"], t["weight"], **settings)
-    elif case.function == "norm_add_norm":
-        names = ["dx", "ds", "dout_weight", "dout_bias", "dweight", "dbias"]
-        r = forward(case, t)["r"]
-        values = reference.norm_add_norm_backward(dr, dy, r, t["s"], t["out_weight"], t["weight"], **settings)
-    else:
-        values = reference.add_norm_backward(dr, dy, t["x"], t["s"], t["weight"], **settings)
-    return dict(zip(names, values, strict=True))
+        dx, (dweight, dbias) = reference.norm_backward(dy, t["x"], (t["weight"], t.get("bias")), **settings)
+        return {"dx": dx, "dweight": dweight, "dbias": dbias}
+    gains = gains_of(case, t)
+    dx, ds, *dgains = reference.join_backward(dr, dy, t["x"], t["s"], **gains, **settings)
+    found = {"dx": dx, "ds": ds}
+    for prefix, gradient in zip(
+        ("out_", "") if len(gains) == 2 else ("",), filter(None, dgains), strict=False
+    ):
+        found |= {f"d{prefix}weight": gradient[0], f"d{prefix}bias": gradient[1]}
+    return {name: g for name, g in found.items() if g is not None}
 
 
 def used_outputs():
@@ -87,6 +89,6 @@ def test_each_result_has_the_dtype_of_its_tensor(function):
 def test_variance_is_centred_first():
     """E[x^2] - E[x]^2 in float32 would leave nothing of a variance of 1e-4 around 100."""
     x = 100 + 0.01 * torch.randn(4, 512, generator=torch.Generator().manual_seed(0))
-    y = reference.norm(x, torch.ones(512), kind="layernorm", eps=1e-12)
-    exact = reference.norm(x.double(), torch.ones(512), kind="layernorm", eps=1e-12)
+    y = reference.norm(x, (torch.ones(512), None), kind="layernorm", eps=1e-12)
+    exact = reference.norm(x.double(), (torch.ones(512), None), kind="layernorm", eps=1e-12)
     torch.testing.assert_close(y.double(), exact, rtol=0, atol=2e-3)

@@ -45,7 +45,7 @@ def dual_columns(function):
 @pytest.mark.parametrize("jacobian", [jacrev, jacfwd, dual_columns])
 def test_jacobian_of_rmsnorm_and_of_a_join(jacobian, impl):
     exact = {"rtol": 1e-12, "atol": 1e-12}
-    ours = jacobian(lambda x: kernels.norm(x, weight, impl=impl, **OPTIONS))(row)
+    ours = jacobian(lambda x: kernels.norm(x, (weight, None), impl=impl, **OPTIONS))(row)
     torch.testing.assert_close(ours, jacobian_of_rmsnorm(row), **exact)
 
     def join(s, output):
@@ -125,7 +125,7 @@ def test_the_kernels_are_refused_and_auto_falls_back():
 
     def triton(x):
         chosen.append(kernels.backend("auto", OnCuda))
-        return kernels.norm(x.to(DEVICE), weight.to(DEVICE), impl="triton", **OPTIONS)
+        return kernels.norm(x.to(DEVICE), (weight.to(DEVICE), None), impl="triton", **OPTIONS)
 
     sentence = "^The Triton kernels take no torch.func transform and no forward-mode differentiation.$"
     for transform in (jacrev, jacfwd, dual_columns, vmap):
