@@ -1,8 +1,9 @@
-"""BatchNorm as the contrast: what torch's own computes, what it leaks, and what a run with it says and keeps."""
+"""BatchNorm as the contrast: what torch's own computes, and what a run with it says and keeps.
 
-import copy
+What it leaks and tracks is claim 21.
+"""
+
 import json
-import sys
 
 import pytest
 import torch
@@ -67,16 +68,6 @@ def test_it_is_torchs_batchnorm_over_batch_and_time():
     assert torch.allclose(own.eval()(x), torchs.eval()(x.flatten(0, 1)).view(x.shape), rtol=0, atol=1e-12)
 
 
-def test_the_biased_variance_normalizes_and_the_unbiased_one_is_tracked_with_momentum_a_tenth():
-    norm = BatchNorm(1, ModelConfig(**SMALL | {"norm_eps": 1e-12})).double()
-    x = torch.tensor(
-        [[[1.0], [3.0]], [[5.0], [7.0]]], dtype=torch.float64
-    )  # mean 4, variance 5, unbiased 20/3
-    assert torch.allclose(norm(x).flatten(), torch.tensor([-3.0, -1.0, 1.0, 3.0]).double() / 5**0.5)
-    assert norm.running_mean.item() == pytest.approx(0.4)
-    assert norm.running_var.item() == pytest.approx(0.9 + 0.1 * 20 / 3)
-
-
 def test_half_precision_is_normalized_in_float32():
     norm = BatchNorm(1, ModelConfig(**SMALL))
     x = torch.tensor([[[1000.0], [2000.0], [3000.0], [4000.0]]])
@@ -107,37 +98,6 @@ def test_every_placement_is_the_one_equation(placement):
         assert torch.allclose(stream[k + 1], x, rtol=0, atol=1e-5)
     h = x if placement == "post" else n(model.joins[-1].next_norm, x)
     assert torch.allclose(logits, model.head(h), rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_training_leaks_the_future_and_other_sequences_and_evaluation_does_not(placement):
-    """Claim 21: logits of the first tokens of the first sequence, when later or other tokens change."""
-    model = build(placement=placement)
-    later, others = ids(), ids()
-    later[:, 5:] = (later[:, 5:] + 1) % 23
-    others[1:] = (others[1:] + 1) % 23
-
-    def leak(model, changed):
-        with torch.no_grad():
-            return (model(ids())[0] - model(changed)[0])[0, :5].abs().max().item()
-
-    assert leak(copy.deepcopy(model).train(), later) > 1e-3
-    assert leak(copy.deepcopy(model).train(), others) > 1e-3
-    assert leak(copy.deepcopy(model).eval(), later) == 0
-    assert leak(copy.deepcopy(model).eval(), others) == 0
-    layernorm = build(placement=placement, norm="layernorm").train()
-    assert leak(layernorm, later) < 1e-6
-    assert leak(layernorm, others) < 1e-6
-
-
-def test_one_batch_of_two_sequences_moves_the_running_statistics_visibly_and_evaluation_never():
-    model = build()
-    before = {name: b.clone() for name, b in model_weights(model).items() if "running" in name}
-    assert len(before) == 2 * 5
-    model.eval()(ids(2))
-    assert all(torch.equal(b, model_weights(model)[name]) for name, b in before.items())
-    model.train()(ids(2))
-    assert all((b - model_weights(model)[name]).abs().max() > 1e-4 for name, b in before.items())
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -198,12 +158,10 @@ def test_two_processes_normalize_as_one(tmp_path):
 # ---- a run
 
 
-def test_a_run_warns_keeps_its_statistics_and_goes_on_with_them(tmp_path, capsys, monkeypatch):
+def test_a_run_warns_keeps_its_statistics_and_goes_on_with_them(tmp_path, capsys):
     (tmp_path / "text.txt").write_text("to be, or not to be: that is the question\n" * 200, encoding="utf-8")
     prepared = ["text", "--name", "bard", "--files", str(tmp_path / "text.txt"), "--tokenizer", "char"]
-    monkeypatch.setattr(sys, "argv", ["prepare", *prepared, "--data-dir", str(tmp_path)])
-    with pytest.raises(SystemExit, match="0"):
-        prepare.main()
+    prepare.main([*prepared, "--data-dir", str(tmp_path)])
     flags = (
         "--n-layer 1 --n-head 2 --n-embd 16 --block-size 16 --batch-size 4 --eval-tokens 256 --norm batchnorm"
     )

@@ -47,7 +47,7 @@ def decay_faults(model: GPT, optimizer: torch.optim.Optimizer) -> dict[str, int]
     decays: dict[str, list[bool]] = {name: [] for name in names.values()}
     for group in optimizer.param_groups:
         for p in group["params"]:
-            decays[names[id(p)]].append(group["weight_decay"] > 0)
+            decays[names[id(p)]].append(group["weight_decay"] == OptimConfig().weight_decay)
     vectors = {name for name, p in model.named_parameters() if p.ndim < 2} | {"pos_embed.weight"}
     return {
         "gains, biases and positions that decay": sum(any(decays[name]) for name in vectors),
