@@ -99,7 +99,7 @@ def eigenvectors():
 def handed_back(join: Join, kind: str, x: Tensor, s: Tensor, dy: Tensor, dh: Tensor) -> dict[str, Tensor]:
     """The hand-written backward of a join: gradients by name. dy comes from the stream, dh from the next branch."""
     names = ("out_norm", "post_norm", "next_norm")
-    gains = {n: None if (norm := getattr(join, n)) is None else norm.gain() for n in names}
+    gains = {n: None if (norm := getattr(join, n)) is None else norm.gain(x) for n in names}
     how = {"kind": kind, "eps": join.eps}
     sides = {"out": gains["out_norm"], "a": join.a, "b": join.b, **how}
     then, found = "next_norm", {}
