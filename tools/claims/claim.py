@@ -60,9 +60,13 @@ class Experiment:
     draw: Callable[[list[Row]], "Figure"]
 
 
-def claim(number: int, sentence: str, of_this_machine: bool = False) -> Callable[[Callable], Claim]:
-    """Makes a claim of the decorated function, which yields checks."""
-    return lambda measure: Claim(number, sentence, measure, of_this_machine)
+def claim(number: int, of_this_machine: bool = False) -> Callable[[Callable], Claim]:
+    """Makes a claim of the decorated function, which yields checks and whose docstring is the sentence."""
+
+    def of(measure: Callable[[], Iterable[Check]]) -> Claim:
+        return Claim(number, " ".join(measure.__doc__.split()), measure, of_this_machine)
+
+    return of
 
 
 # A value that is not a number agrees with nothing: every comparison below is then false.

@@ -28,12 +28,9 @@ def speedup(share: float, factor: float) -> float:
     return 1 / (1 - share + share / factor)
 
 
-@claim(
-    23,
-    "Normalization's share of a training step's time is above its share of the FLOPs.",
-    of_this_machine=True,
-)
+@claim(23, of_this_machine=True)
 def training_step():
+    """Normalization's share of a training step's time is above its share of the FLOPs."""
     steps = steps_of(load_config([str(RECIPE), "--kernel", "torch", "--device", "cpu"]))
     steps()  # the first one allocates
     counts = flops(steps)
@@ -79,8 +76,9 @@ def share_of_copy(device: str, rounds: int = 20) -> dict[str, float]:
     }
 
 
-@claim(24, "Each fused join moves every element once in and once out, and nothing else.")
+@claim(24)
 def traffic():
+    """Each fused join moves every element once in and once out, and nothing else."""
     cases = [
         aot.Case(function, "rmsnorm", stream, WIDTH, ARCH)
         for function in aot.FUNCTIONS
@@ -114,12 +112,9 @@ def processor_time(kind: str, x: torch.Tensor, weight: torch.Tensor, dy: torch.T
     return time.process_time() - start
 
 
-@claim(
-    25,
-    "RMSNorm saves arithmetic and no traffic, so its time is of LayerNorm's order; the ratio is measured.",
-    of_this_machine=True,
-)
+@claim(25, of_this_machine=True)
 def kinds_compared():
+    """RMSNorm saves arithmetic and no traffic, so its time is of LayerNorm's order; the ratio is measured."""
     x, dy = (random(ROWS, WIDTH, seed=seed).float() for seed in (1, 2))
     inputs = x.requires_grad_(), torch.ones(WIDTH, requires_grad=True), dy
     contenders = {kind: partial(processor_time, kind, *inputs) for kind in ("rmsnorm", "layernorm")}

@@ -1,5 +1,7 @@
 """Claims 10 to 12: derivatives, in float64, against autograd and against central differences."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 from torch.autograd.functional import jacobian
@@ -36,12 +38,10 @@ def first_block(model: GPT, x: Tensor) -> Tensor:
     return model.joins[0](x, model.branches[0](model.entry(x, out_dtype=x.dtype)))[0]
 
 
-@claim(
-    10,
-    "With a zero branch the stream passes unchanged where no N_post is; where one is, it becomes N(x), blind to a "
-    "common shift under LayerNorm.",
-)
+@claim(10)
 def zero_branches():
+    """With a zero branch the stream passes unchanged where no N_post is; where one is, it becomes N(x), blind to a
+    common shift under LayerNorm."""
     x, eye = random(SIZE), torch.eye(SIZE, dtype=torch.float64)
     token = x.view(1, 1, -1)
     for kind, name in NAMES.items():
@@ -67,11 +67,9 @@ def across(*directions: Tensor) -> Tensor:
     return u
 
 
-@claim(
-    11,
-    "RMSNorm's Jacobian scales x by eps/s^3 and what is orthogonal to it by 1/s, s = sqrt(mean(x^2) + eps).",
-)
+@claim(11)
 def eigenvectors():
+    """RMSNorm's Jacobian scales x by eps/s^3 and what is orthogonal to it by 1/s, s = sqrt(mean(x^2) + eps)."""
     x = random(SIZE) + 0.5
     rms = small_norm("rmsnorm", SIZE, eps=EPS).double()
     s = (x.square().mean() + EPS).sqrt()
@@ -133,7 +131,7 @@ def central_differences(function, leaf: Tensor, step: float = 1e-6) -> Tensor:
     return slopes.view_as(leaf)
 
 
-def join_backward(placement: str, kind: str) -> list[Check]:
+def join_backward(placement: str, kind: str) -> Iterator[Check]:
     join = Join(ModelConfig(**SHAPE, placement=placement, norm=kind)).double()  # between two branches
     randomize(join, spread=0.3)
     x, s, dy, dh = (random(2, 1, SIZE, seed=seed) for seed in range(4))
@@ -147,22 +145,15 @@ def join_backward(placement: str, kind: str) -> list[Check]:
     autograd = dict(zip(leaves, torch.autograd.grad(loss(), list(leaves.values())), strict=True))
     differences = {name: central_differences(loss, leaf) for name, leaf in leaves.items()}
     of = f"{placement}, {NAMES[kind]}"
-    return [
-        equal(f"{of}: what has a gradient", ", ".join(sorted(ours)), ", ".join(sorted(leaves))),
-        at_most(f"{of}: by hand - autograd", max(largest(ours[n] - autograd[n]) for n in leaves), 1e-12),
-        at_most(
-            f"{of}: by hand - central differences",
-            max(largest(ours[n] - differences[n]) for n in leaves),
-            1e-7,
-        ),
-    ]
+    yield equal(f"{of}: what has a gradient", ", ".join(sorted(ours)), ", ".join(sorted(leaves)))
+    for truth, others, limit in (("autograd", autograd, 1e-12), ("central differences", differences, 1e-7)):
+        apart = max(largest(ours[n] - others[n]) for n in leaves)
+        yield at_most(f"{of}: by hand - {truth}", apart, limit)
 
 
-@claim(
-    12,
-    "The hand-written backward equals autograd and central differences, for both kinds and every join.",
-)
+@claim(12)
 def backward():
+    """The hand-written backward equals autograd and central differences, for both kinds and every join."""
     for placement in PLACEMENTS:
         for kind in NAMES:
             yield from join_backward(placement, kind)

@@ -81,8 +81,9 @@ def with_plain_gain() -> GPT:
     return model
 
 
-@claim(19, "Gains are registered, of shape [D], have a gradient, change in a step, and do not decay.")
+@claim(19)
 def gains_train():
+    """Gains are registered, of shape [D], have a gradient, change in a step, and do not decay."""
     gains, decays, count = Counter(), Counter(), 0
     for switches in LAYOUTS:
         model = small_model(torch.float32, **switches)
@@ -135,11 +136,9 @@ def tracked(**switches) -> GPT:
     return model.eval()
 
 
-@claim(
-    20,
-    "A gain that only linears read folds into them, and a BatchNorm in evaluation mode too, with the same logits.",
-)
+@claim(20)
 def folding():
+    """A gain that only linears read folds into them, and a BatchNorm in evaluation mode too, with the same logits."""
     for placement in FOLDS:
         for kind, name in NAMES.items():
             model = small_model(torch.float32, norm=kind, placement=placement)
@@ -165,8 +164,9 @@ def after_other_sequence(model: GPT) -> float:
     return largest((model(after)[0] - model(before)[0])[0])
 
 
-@claim(21, "BatchNorm leaks future tokens and other sequences in training, and does not in evaluation.")
+@claim(21)
 def batchnorm():
+    """BatchNorm leaks future tokens and other sequences in training, and does not in evaluation."""
     models = [small_model(norm="batchnorm", placement=placement) for placement in PLACEMENTS]
     suffix, other = "a prefix logit with the suffix", "a logit with another sequence"
     of = f"in any of the {len(models)} placements"
@@ -193,10 +193,9 @@ def batchnorm():
     )
 
 
-@claim(
-    22, "In pre-norm LayerNorm's centring can move into the weights: RMSNorm on those gives the same logits."
-)
+@claim(22)
 def centring_in_the_weights():
+    """In pre-norm LayerNorm's centring can move into the weights: RMSNorm on those gives the same logits."""
     for tied in (True, False):
         model = small_model(torch.float32, tie_embeddings=tied)
         converted, head = ln_to_rms(model), "tied" if tied else "untied"

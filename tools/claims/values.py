@@ -55,19 +55,18 @@ def after_new_suffix(model: GPT) -> tuple[float, float]:
     return largest(change[:, :CUT]), largest(change[:, CUT:])
 
 
-@claim(1, "Changing the suffix of a sequence leaves the logits of the prefix unchanged, under every switch.")
+@claim(1)
 def causality():
-    prefix, suffix = zip(
-        *(after_new_suffix(small_model(**switches)) for switches in COMBINATIONS), strict=True
-    )
+    """Changing the suffix of a sequence leaves the logits of the prefix unchanged, under every switch."""
+    changes = [after_new_suffix(small_model(**switches)) for switches in COMBINATIONS]
+    prefix, suffix = zip(*changes, strict=True)
     of = f"over {len(COMBINATIONS)} combinations of {', '.join(SWITCHES)}"
     yield at_most(f"largest change of a prefix logit, {of}", max(prefix), 1e-12)
     yield at_least("smallest change of the suffix logits, likewise", min(suffix), 1e-3)
     leaky = small_model(norm="rmsnorm")
     leaky.entry = NormOverTime(SIZE, leaky.config).double()
-    yield control(
-        at_most("change of a prefix logit, RMS over time and features", after_new_suffix(leaky)[0], 1e-12)
-    )
+    leaked = after_new_suffix(leaky)[0]
+    yield control(at_most("change of a prefix logit, RMS over time and features", leaked, 1e-12))
 
 
 BATCH, STEPS = 2, 5
@@ -80,11 +79,9 @@ def statistics_of(norm: Norm) -> int:
     return len(scales.mul(1e9).round().unique())
 
 
-@claim(
-    2,
-    "Of an input [2, 5, 8] RMSNorm takes 10 statistics, one per token, and has 8 parameters; LayerNorm has 16.",
-)
+@claim(2)
 def statistics():
+    """Of an input [2, 5, 8] RMSNorm takes 10 statistics, one per token, and has 8 parameters; LayerNorm has 16."""
     layer, rms = (small_norm(kind, SIZE) for kind in NAMES)
     yield equal("scales that RMSNorm applies", statistics_of(rms), BATCH * STEPS)
     yield equal("RMSNorm's parameters", {n: p.numel() for n, p in rms.named_parameters()}, {"weight": SIZE})
@@ -94,8 +91,9 @@ def statistics():
     yield control(equal("scales of an RMS over time and features", statistics_of(over_time), BATCH * STEPS))
 
 
-@claim(3, "LayerNorm removes a common offset: [1, 3] and [101, 103] both give [-1, 1]. RMSNorm does not.")
+@claim(3)
 def common_offset():
+    """LayerNorm removes a common offset: [1, 3] and [101, 103] both give [-1, 1]. RMSNorm does not."""
     layer, rms = (small_norm(kind, 2).double() for kind in NAMES)
     for values in ((1, 3), (101, 103)):
         yield near(f"LayerNorm of {list(values)}", layer(row(*values)).flatten(), [-1, 1], 1e-9)
@@ -103,11 +101,9 @@ def common_offset():
     yield control(near("RMSNorm of [101, 103] is that of [1, 3]", other, one, 1e-9))
 
 
-@claim(
-    4,
-    "LayerNorm without bias is still LayerNorm: adding 5 to every feature changes nothing. RMSNorm changes.",
-)
+@claim(4)
 def without_bias():
+    """LayerNorm without bias is still LayerNorm: adding 5 to every feature changes nothing. RMSNorm changes."""
     x = random(BATCH, STEPS, SIZE)
     layer, rms = (small_norm(kind, SIZE, eps=1e-5, bias=False).double() for kind in NAMES)
     yield equal("LayerNorm's parameters", [name for name, _ in layer.named_parameters()], ["weight"])
@@ -123,8 +119,9 @@ SHOWN = {
 }
 
 
-@claim(5, "[1, 2, 3, 4] becomes the values below (gain 1, negligible eps).")
+@claim(5)
 def values():
+    """[1, 2, 3, 4] becomes the values below (gain 1, negligible eps)."""
     x = row(1, 2, 3, 4, dtype=torch.float32)
     for kind in NAMES:
         yield near(NAMES[kind], small_norm(kind, 4)(x).flatten(), SHOWN[kind], 1e-5)
@@ -132,18 +129,14 @@ def values():
     yield control(near("LayerNorm by the unbiased variance", unbiased, SHOWN["layernorm"], 1e-5))
 
 
-@claim(
-    6,
-    "mean(x^2) = variance + mean^2. A positive factor is invisible to both norms up to eps, a negative one flips.",
-)
+@claim(6)
 def moments_and_factors():
+    """mean(x^2) = variance + mean^2. A positive factor is invisible to both norms up to eps, a negative one flips."""
     x = random(3, 8) + 0.5
     _, rstd = reference.standardize(x, "rmsnorm", NEGLIGIBLE)
     _, centred = reference.standardize(x, "layernorm", NEGLIGIBLE)
-    difference = rstd**-2 - (centred**-2 + x.mean(-1, keepdim=True) ** 2)
-    yield at_most(
-        "|mean(x^2) - variance - mean^2|, from the norms' own statistics", largest(difference), 1e-12
-    )
+    apart = largest(rstd**-2 - (centred**-2 + x.mean(-1, keepdim=True) ** 2))
+    yield at_most("|mean(x^2) - variance - mean^2|, from the norms' own statistics", apart, 1e-12)
     for kind in NAMES:
         norm = small_norm(kind, 8).double()
         yield at_most(f"{NAMES[kind]}: |N(3x) - N(x)|", largest(norm(3 * x) - norm(x)), 1e-12)
@@ -157,8 +150,9 @@ def rms_without_promotion(x: Tensor) -> Tensor:
     return x * x.square().mean(-1, keepdim=True).rsqrt()
 
 
-@claim(7, "float16 [1000, 2000, 3000, 4000] gives float32's result, rounded: statistics are promoted.")
+@claim(7)
 def promotion():
+    """float16 [1000, 2000, 3000, 4000] gives float32's result, rounded: statistics are promoted."""
     x = row(1000, 2000, 3000, 4000, dtype=torch.float16)
     for kind in NAMES:
         norm = small_norm(kind, 4, eps=1e-5)
@@ -167,9 +161,8 @@ def promotion():
         assert torch.isfinite(truth).all()
     wrong = rms_without_promotion(x)
     yield control(near("RMSNorm without promotion", wrong.flatten(), truth.flatten(), 0))
-    yield equal(
-        "and what it gives is finite, so that isfinite does not catch it", bool(wrong.isfinite().all()), True
-    )
+    finite = bool(wrong.isfinite().all())
+    yield equal("and what it gives is finite, so that isfinite does not catch it", finite, True)
 
 
 def layernorm_of_moments(x: Tensor) -> Tensor:
@@ -178,10 +171,9 @@ def layernorm_of_moments(x: Tensor) -> Tensor:
     return (x - mean) * (square - mean.square()).rsqrt()
 
 
-@claim(
-    8, "Around a mean of 100 with a spread of 0.01, float32 keeps the variance, because it is centred first."
-)
+@claim(8)
 def centred_variance():
+    """Around a mean of 100 with a spread of 0.01, float32 keeps the variance, because it is centred first."""
     x = (100 + 0.01 * random(64, 512)).float()
     norm = small_norm("layernorm", 512)
     truth = small_norm("layernorm", 512).double()(x.double())
@@ -205,8 +197,9 @@ def takes(kind: str, eps: float) -> bool:
     return True
 
 
-@claim(9, "An eps that underflows in the statistics' dtype is refused; a row of zeros gives zeros, not NaN.")
+@claim(9)
 def eps():
+    """An eps that underflows in the statistics' dtype is refused; a row of zeros gives zeros, not NaN."""
     zeros = row(0, 0, 0, 0, dtype=torch.float16)
     for kind in NAMES:
         yield equal(f"{NAMES[kind]} takes eps {UNDERFLOWS:g}", takes(kind, UNDERFLOWS), False)
@@ -244,8 +237,9 @@ def spread(rows: list[torch.Tensor]) -> float:
     return max((r - rows[0]).abs().max().item() for r in rows)
 
 
-@claim(13, "Adding [1, 1, 1, 1] to [1, 2, 3, 4] makes the stream's RMS grow, and LayerNorm never sees it.")
+@claim(13)
 def constant_updates():
+    """Adding [1, 1, 1, 1] to [1, 2, 3, 4] makes the stream's RMS grow, and LayerNorm never sees it."""
     rms, reads = after_updates("layernorm")
     for count, value in RMS_AFTER.items():
         yield near(f"RMS of the stream after {count} updates", round(rms[count], 3), value, 1e-9)
@@ -253,11 +247,9 @@ def constant_updates():
     yield control(near("change of what RMSNorm reads", spread(after_updates("rmsnorm")[1]), 0, 1e-12))
 
 
-@claim(
-    14,
-    "The same update turns a longer stream less: (c, 0) + (0, 1) turns by 45 degrees at c = 1, by 5.711 at 10.",
-)
+@claim(14)
 def angles():
+    """The same update turns a longer stream less: (c, 0) + (0, 1) turns by 45 degrees at c = 1, by 5.711 at 10."""
     join, update = pre_join("rmsnorm", 2), row(0, 1)
     reads = {c: join.next_norm(row(c, 0)) for c in (1, 10)}
     for c, degrees in ((1, 45), (10, 5.711)):
