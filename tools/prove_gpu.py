@@ -167,6 +167,8 @@ def losses_apart(
         processes[kernel] = subprocess.Popen(of_kernel, cwd=ROOT)
     codes = [process.wait() for process in processes.values()]
     yield equal(f"{name}: exit codes of train.py", codes, [0, 0])
+    if any(codes):
+        return
     losses = []
     for kernel in processes:
         rows = read_metrics(Path(asked.out, "runs", f"{name}_{kernel}", "metrics.jsonl"))
