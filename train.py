@@ -210,7 +210,7 @@ def describe(trainer: Trainer, dataset: Dataset, tell) -> None:
         f"data   {dataset.path}: {len(dataset.train):,} training and {len(dataset.val):,} validation tokens, "
         f"vocabulary {model.vocab_size:,}\n"
         f"step   {optim.batch_size} x {model.block_size} tokens in {trainer.accumulation} micro-batches on "
-        f"{runtime.world} process(es); {optim.optimizer}, lr {optim.lr:g} to {optim.min_lr:g} ({optim.schedule}), "
+        f"{runtime.world} process(es); {optim.optimizer}, lr {optim.lr:g} to {optim.end_lr:g} ({optim.schedule}), "
         f"warm-up {optim.warmup_iters} of {optim.max_iters} steps\n"
         f"on     {runtime.device.type}, {model.dtype}, stream in {model.residual_dtype}, "
         f"norms and joins on {norm_path(config, runtime)}{', compiled' if config.run.compile else ''}; "

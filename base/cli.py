@@ -65,7 +65,7 @@ def require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class OneOf:
     """Allows the names that a registry holds when it is asked: `Annotated[str, AfterValidator(OneOf(NORMS))]`."""
 

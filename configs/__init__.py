@@ -62,6 +62,8 @@ class OptimConfig:
     """Peak learning rate."""
     min_lr: Amount = 6e-5
     """Learning rate at the end."""
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Learning rate at the end as a share of lr, which one grid of rates can have; takes the place of min_lr."""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     """After the warm-up: half a cosine, flat with a linear decay over the last fifth (wsd), or flat."""
     warmup_iters: Interval = 100
@@ -81,7 +83,12 @@ class OptimConfig:
             f"warmup_iters {self.warmup_iters} is not shorter than max_iters {self.max_iters}; "
             f"try {self.max_iters // 10}",
         )
-        require(self.min_lr <= self.lr, f"min_lr {self.min_lr} is above lr {self.lr}")
+        require(self.end_lr <= self.lr, f"min_lr {self.min_lr} is above lr {self.lr}")
+
+    @property
+    def end_lr(self) -> float:
+        """Learning rate at the end."""
+        return self.min_lr if self.min_lr_ratio is None else self.min_lr_ratio * self.lr
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -169,9 +176,13 @@ NORMALIZATION = (
     "norm",
     "placement",
     "qk_norm",
-    "norm_eps",
-    "embed_norm",
+    "v_norm",
+    "gain",
+    "out_gain_init",
     "residual_scale",
+    "embed_norm",
+    "embed_scale",
+    "norm_eps",
     "bias",
     "residual_dtype",
     "kernel",
@@ -223,6 +234,8 @@ def parser(prog: str, shown: Config) -> Parser:
 
 def with_flags(config: Config, words: dict[str, Any]) -> Config:
     """The configuration with these values from a command line over its own, checked."""
+    if "min_lr" in words:  # a recipe's ratio would take its place
+        words = {"min_lr_ratio": None} | words
     sections = {}
     for section, cls in SECTIONS.items():
         given = {name: word for name, word in words.items() if OWNER[name] == section}

@@ -6,13 +6,10 @@ A data set appears under its name whole or not at all, whatever is killed and wh
 import json
 import os
 import re
-import signal
 from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -22,10 +19,10 @@ from base.cli import UserError
 from base.files import atomic_folder
 from data.dataset import DATA_ROOT, open_dataset, read_meta
 from data.sources import Piece, Source, StandardLibrary, reading
-from data.tokenizer import CharTokenizer, Tokenizer, check_tokenizer_name, load_tokenizer
+from data.tokenizer import CharTokenizer, Tokenizer, load_tokenizer, put_beside, tokenizer_meta
 
 MAX_WORKERS = 1024
-TASK_CHARS = 2**20  # what a worker tokenizes at a time; bounds memory, together with the number of workers
+TASK_CHARS = 2**18  # what a thread tokenizes at a time; bounds memory, together with the number of threads
 
 
 @dataclass(frozen=True)
@@ -68,26 +65,26 @@ def prepare(
 ) -> Path:
     """Make the data set `name` in `root` and return its folder; when the same is there, do nothing.
 
-    `workers` processes tokenize (0: one, or for tiktoken one per CPU); the result does not depend on it.
+    tokenizer: a name, or the path of a tokenizer.json. `workers` threads tokenize (0: one per CPU); the result does
+    not depend on their number.
     Raises UserError for anything in the way, and leaves nothing behind then.
     """
-    check_tokenizer_name(tokenizer)
+    encoding = tokenizer_meta(tokenizer)
     if not 0 <= workers <= MAX_WORKERS:
         raise UserError(f"--workers must lie between 0 and {MAX_WORKERS}, not {workers}")
-    if workers == 0:
-        workers = 1 if tokenizer in ("byte", "char") else os.cpu_count() or 1
+    workers = workers or os.cpu_count() or 1
     target = root / _checked_name(name)
     with atomic_folder(target, replace=True, wait=True) as folder:
         with reading():
             described = source.describe()
-        request = _as_recorded(described | {"tokenizer": tokenizer} | vars(amounts))
+        request = _as_recorded(described | {"tokenizer": encoding.get("sha256", tokenizer)} | vars(amounts))
         if target.exists() and _is_done(target, request, overwrite):
             print(f"{target} is already prepared from this source with this tokenizer: nothing to do")
             return target  # the folder is empty, and so nothing is replaced
-        encoder = _make_tokenizer(tokenizer, source, amounts)
+        encoder = _make_tokenizer(encoding, source, amounts)
         splits = _write_tokens(folder, source, encoder, amounts, workers)
         meta = {
-            "tokenizer": encoder.meta,
+            "tokenizer": put_beside(encoder.meta, folder),
             "vocab_size": encoder.vocab_size,
             "dtype": splits["train"].dtype.name,
             **{split: {"tokens": file.tokens, "max_id": file.max_id} for split, file in splits.items()},
@@ -134,10 +131,10 @@ def _as_recorded(request: dict) -> dict:
     return json.loads(re.sub("[\ud800-\udfff]", lambda lone: rf"\\u{ord(lone[0]):04x}", text))
 
 
-def _make_tokenizer(name: str, source: Source, amounts: Amounts) -> Tokenizer:
-    """The tokenizer of this name; for `char`, with the characters of a first pass over the text."""
-    if name != "char":
-        return load_tokenizer({"name": name})
+def _make_tokenizer(meta: dict, source: Source, amounts: Amounts) -> Tokenizer:
+    """The tokenizer of this meta; for `char`, with the characters of a first pass over the text."""
+    if meta["name"] != "char":
+        return load_tokenizer(meta)
     characters = set() if source.one_text else {"\n"}
     seen = 0
     for piece in _pieces(source):
@@ -167,7 +164,7 @@ def _write_tokens(
 ) -> dict[str, "TokenFile"]:
     """Write `train.bin` and `val.bin` into `folder`; returns their closed TokenFiles by name."""
     pieces = _pieces(source)
-    if source.one_text:
+    if source.one_text and not source.own_validation:
         characters = sum(len(piece.text) for piece in _pieces(source))
         pieces = _cut(pieces, int(characters * (1 - amounts.val_fraction)))
     end = _document_end(source, tokenizer)
@@ -220,29 +217,26 @@ def _cut(pieces: Iterable[Piece], position: int) -> Iterator[Piece]:
 def _encode_all(
     pieces: Iterable[Piece], tokenizer: Tokenizer, workers: int
 ) -> Iterator[tuple[Piece, np.ndarray]]:
-    """Every piece with its ids, in order. Few tasks are under way at a time, so that memory stays bounded."""
-    tasks = _tasks(pieces)
-    if workers == 1:
-        for task in tasks:
-            yield from zip(task, (tokenizer.encode_array(piece.text) for piece in task), strict=True)
-        return
-    context = get_context("spawn")  # fork would copy the threads' locks of pyarrow and tqdm in whatever state
-    pool = ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(tokenizer.meta,))
+    """Every piece with its ids, in order. Few tasks are under way at a time, so that memory stays bounded.
+
+    Threads are enough: tiktoken and tokenizers let go of Python's lock while they work.
+    """
+    pool = ThreadPoolExecutor(workers)
     under_way: deque = deque()
     try:
-        for task in tasks:
-            under_way.append((task, pool.submit(_work, [piece.text for piece in task])))
+        for task in _tasks(pieces):
+            under_way.append((task, pool.submit(_encode, tokenizer, task)))
             if len(under_way) > 2 * workers:
                 task, future = under_way.popleft()
                 yield from zip(task, future.result(), strict=True)
         for task, future in under_way:
             yield from zip(task, future.result(), strict=True)
-    except BrokenProcessPool:
-        raise UserError(
-            "a tokenizing process was killed, probably because memory ran out; pass a smaller --workers"
-        ) from None
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _encode(tokenizer: Tokenizer, task: list[Piece]) -> list[np.ndarray]:
+    return [tokenizer.encode_array(piece.text) for piece in task]
 
 
 def _tasks(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
@@ -255,16 +249,6 @@ def _tasks(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
             task, characters = [], 0
     if task:
         yield task
-
-
-def _start_worker(tokenizer_meta: dict) -> None:
-    global _worker_tokenizer
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the first ends the others
-    _worker_tokenizer = load_tokenizer(tokenizer_meta)
-
-
-def _work(texts: list[str]) -> list[np.ndarray]:
-    return [_worker_tokenizer.encode_array(text) for text in texts]
 
 
 class TokenFile:

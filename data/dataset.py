@@ -12,7 +12,7 @@ import pydantic
 
 from base.cli import UserError, did_you_mean
 from data.files import Shard, Tokens, headerless, is_llmc, llmc, read_file
-from data.tokenizer import Tokenizer, load_tokenizer
+from data.tokenizer import Tokenizer, load_tokenizer, read_beside
 
 DATA_ROOT = Path(__file__).parent
 SPLITS = ("train", "val")
@@ -127,7 +127,7 @@ def _find(name_or_path: str, root: Path) -> Path:
                 return path
         except OSError as error:  # a name too long, a folder above it that is closed to us
             raise UserError(f"{path} cannot be read: {error.strerror}") from error
-    known = [path.name for path in sorted(root.glob("*/")) if any(path.glob("*.bin"))]
+    known = [path.name for path in sorted(root.glob("[!.]*/")) if any(path.glob("*.bin"))]
     raise UserError(
         f"there is no data set {name_or_path!r} in {root}, nor a folder of that name"
         f"{did_you_mean(name_or_path, known)}; there are: {', '.join(known) or 'none'}; "
@@ -147,7 +147,10 @@ def _open_prepared(path: Path) -> Dataset:
                 "it was cut short or replaced; prepare it again with --overwrite"
             )
         tokens[split] = Tokens([shard])
-    return Dataset(path, tokens["train"], tokens["val"], pydantic.TypeAdapter(Meta).dump_python(meta))
+    found = pydantic.TypeAdapter(Meta).dump_python(meta)
+    return Dataset(
+        path, tokens["train"], tokens["val"], found | {"tokenizer": read_beside(meta.tokenizer, path)}
+    )
 
 
 def read_meta(path: Path) -> Meta:

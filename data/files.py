@@ -11,10 +11,8 @@ raises.
 """
 
 import bisect
-import errno
 import os
 import stat
-import time
 import weakref
 from collections.abc import Iterator
 from contextlib import suppress
@@ -29,8 +27,6 @@ from base.cli import UserError
 
 LLMC_MAGIC, LLMC_VERSION, LLMC_HEADER_BYTES = 20240520, 1, 256 * 4
 OPEN_FILES = 64  # per Tokens; a thousand shards would exceed the usual limit of open files
-TRANSIENT = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT}  # what network disks raise and recover from
-RETRY_SECONDS = (0.1, 1, 5)
 
 
 @dataclass(frozen=True)
@@ -107,26 +103,18 @@ class Tokens:
 
     def _read_bytes(self, shard: Shard, first: int, count: int) -> bytes:
         size, position = count * self.dtype.itemsize, shard.offset + first * self.dtype.itemsize
-        data = self._pread(shard.path, size, position)
-        while len(data) < size:  # a signal or a network disk may cut a read short
-            more = self._pread(shard.path, size - len(data), position + len(data))
-            if not more:
-                raise UserError(
-                    f"{shard.path} has become shorter since it was opened; prepare or copy it again"
-                )
-            data += more
+        data = b""
+        try:
+            while len(data) < size:  # a signal or a network disk may cut a read short
+                more = os.pread(self._open(shard.path).fd, size - len(data), position + len(data))
+                if not more:
+                    raise UserError(
+                        f"{shard.path} has become shorter since it was opened; prepare or copy it again"
+                    )
+                data += more
+        except OSError as error:
+            raise UserError(f"{shard.path} cannot be read: {error.strerror}") from error
         return data
-
-    def _pread(self, path: Path, size: int, position: int) -> bytes:
-        for pause in (*RETRY_SECONDS, None):
-            try:
-                return os.pread(self._open(path).fd, size, position)
-            except OSError as error:
-                if pause is None or error.errno not in TRANSIENT:
-                    raise UserError(f"{path} cannot be read: {error.strerror}") from error
-            self._open.cache_clear()  # a stale handle stays stale
-            time.sleep(pause)
-        raise AssertionError("unreachable")
 
 
 def headerless(path: Path, dtype: np.dtype) -> Shard:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pydantic.dataclasses import dataclass
 
-from base.cli import STRICT, options, run
+from base.cli import STRICT, UserError, options, run
 from data.build import Amounts, prepare
 from data.dataset import DATA_ROOT
 from data.sources import HuggingFace, StandardLibrary, TextFiles, find_files
@@ -22,11 +22,12 @@ from data.sources import HuggingFace, StandardLibrary, TextFiles, find_files
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Common:
     tokenizer: str = "byte"
-    """byte (no download), char (one id per character of the text), gpt2, or another of tiktoken's encodings."""
+    """byte (no download), char (one id per character of the text), gpt2, another of tiktoken's encodings, or the
+    path of a Hugging Face tokenizer.json."""
     val_fraction: float = 0.1
     """Share kept for validation. A single text file gives its end; several documents are dealt out whole."""
     workers: int = 0
-    """Processes that tokenize; they do not change the result. 0: one per CPU, but one for byte and char."""
+    """Threads that tokenize; they do not change the result. 0: one per CPU."""
     data_dir: Path = DATA_ROOT
     """Where the folder of the data set goes."""
     overwrite: bool = False
@@ -49,8 +50,10 @@ class Text(Common):
     """Name of the data set, for train.py --dataset."""
     files: tuple[str, ...]
     """Files, folders and globs. Files of other kinds are read as plain text when named one by one."""
-    column: str = "text"
-    """Which column of .jsonl and .parquet files holds the text."""
+    val_files: tuple[str, ...] = ()
+    """Files, folders and globs of the validation data; all of --files then is training data."""
+    column: str | None = None
+    """Which column of .jsonl and .parquet files holds the text; "text" if not given."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -73,6 +76,15 @@ class Hf(Common):
     """Stop giving documents to validation when it has this many tokens."""
 
 
+def text_files(command: Text) -> TextFiles:
+    """What --files names, without what --val-files names, which may lie in the same folder."""
+    val_files = find_files(command.val_files)
+    files = tuple(path for path in find_files(command.files) if path not in val_files)
+    if not files:
+        raise UserError("--files and --val-files name the same files")
+    return TextFiles(files, command.column, val_files)
+
+
 def main(argv: Sequence[str]) -> None:
     command = options(
         Stdlib | Text | Hf,
@@ -85,7 +97,7 @@ def main(argv: Sequence[str]) -> None:
         case Stdlib():
             source = StandardLibrary()
         case Text():
-            source = TextFiles(find_files(command.files), command.column)
+            source = text_files(command)
         case Hf():
             source = HuggingFace(command.path, command.config, command.split, command.column)
             amounts = Amounts(command.val_fraction, command.val_tokens, command.max_tokens)

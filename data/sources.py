@@ -11,8 +11,8 @@ import json
 import os
 import platform
 import sysconfig
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -21,6 +21,14 @@ from base.cli import UserError, did_you_mean
 PIECE_CHARS = 2**20
 READ_BYTES = 2**20
 PLAIN_SUFFIXES, RECORD_SUFFIXES = (".txt", ".md"), (".jsonl", ".parquet")
+COMPRESSED = {  # how such a file begins
+    b"\x1f\x8b": "gzip",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"BZh": "bzip2",
+    b"\xfd7zXZ\x00": "xz",
+    b"PK\x03\x04": "zip",
+    b"7z\xbc\xaf\x27\x1c": "7-Zip",
+}
 NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
@@ -36,6 +44,8 @@ class Piece:
 class Source(Protocol):
     one_text: bool
     """Whether all is one running text, to be cut by position, rather than separate documents."""
+    own_validation: bool
+    """Whether every piece says its split, so that nothing is cut or dealt out."""
 
     def describe(self) -> dict:
         """What identifies the source's content, JSON-serializable; recorded, and compared on a second run."""
@@ -49,6 +59,7 @@ class StandardLibrary:
     """The source text of this machine's Python standard library, without its tests."""
 
     one_text = False
+    own_validation = False
 
     def _files(self) -> list[Path]:
         root = Path(sysconfig.get_path("stdlib"))
@@ -77,30 +88,56 @@ class StandardLibrary:
 
 @dataclass(frozen=True)
 class TextFiles:
-    """Local files: a plain file is one document; each line of .jsonl and each row of .parquet is one."""
+    """Local files: a plain file is one document; each line of .jsonl and each row of .parquet is one.
+
+    `val_files`, if any, are the validation data, and `files` the training data. Raises UserError for a `column`
+    of files that have none.
+    """
 
     files: tuple[Path, ...]
-    column: str = "text"
+    column: str | None = None
+    val_files: tuple[Path, ...] = ()
+
+    def __post_init__(self):
+        plain = [path for path in self.files + self.val_files if path.suffix.lower() not in RECORD_SUFFIXES]
+        if self.column is not None and plain:
+            raise UserError(
+                f"{plain[0]} is read as plain text, which has no column {self.column!r}; --column is for files that "
+                f"end in {' or '.join(RECORD_SUFFIXES)}"
+            )
+
+    @property
+    def own_validation(self) -> bool:
+        return bool(self.val_files)
 
     @property
     def one_text(self) -> bool:
-        return len(self.files) == 1 and self.files[0].suffix not in RECORD_SUFFIXES
+        records = [path for path in self.files + self.val_files if path.suffix.lower() in RECORD_SUFFIXES]
+        return not records and len(self.files) == 1 and len(self.val_files) <= 1
 
     def describe(self) -> dict:
-        return {
-            "source": "text",
-            "column": self.column,
-            "files": [_file_identity(path) for path in self.files],
-        }
+        described = {"source": "text", "column": self.column or "text"}
+        for name, files in (("files", self.files), ("val_files", self.val_files)):
+            if files:
+                described[name] = [_file_identity(path) for path in files]
+        return described
 
     def pieces(self) -> Iterator[Piece]:
         for path in self.files:
-            if path.suffix == ".jsonl":
-                yield from _records(read_jsonl(path, self.column))
-            elif path.suffix == ".parquet":
-                yield from _records(read_parquet(path, self.column))
-            else:
-                yield from _in_pieces(read_text(path))
+            for piece in self._pieces_of(path):
+                yield replace(piece, split="train") if self.val_files else piece
+        for path in self.val_files:
+            for piece in self._pieces_of(path):
+                yield replace(piece, split="val")
+
+    def _pieces_of(self, path: Path) -> Iterator[Piece]:
+        column = self.column or "text"
+        match path.suffix.lower():
+            case ".jsonl":
+                return _records(read_jsonl(path, column))
+            case ".parquet":
+                return _records(read_parquet(path, column))
+        return _in_pieces(read_text(path))
 
 
 @contextlib.contextmanager
@@ -114,15 +151,17 @@ def reading() -> Iterator[None]:
         ) from error
 
 
-def find_files(patterns: list[str]) -> tuple[Path, ...]:
+def find_files(patterns: Sequence[str]) -> tuple[Path, ...]:
     """Files, folders (searched for text files) and globs, as absolute paths; each file once, folders sorted.
 
-    Raises UserError for a pattern that names nothing, and for what is neither file nor folder.
+    Raises UserError for a pattern that names nothing, for what is neither file nor folder, and for a compressed file.
     """
     found: list[Path] = []
     for pattern in patterns:
         with reading():
             found += _matches(pattern)
+    for path in found:
+        _check_not_compressed(path)
     return tuple(dict.fromkeys(path.resolve() for path in found))
 
 
@@ -142,15 +181,32 @@ def _matches(pattern: str) -> Iterator[Path]:
 
 
 def _text_files(folder: Path) -> list[Path]:
+    """The files of the kinds that are known as text. How many others there are is told."""
+
     def fail(error: OSError):  # a subfolder that is closed to us: no part of the text is left out unsaid
         raise error
 
     suffixes = PLAIN_SUFFIXES + RECORD_SUFFIXES
     paths = [Path(parent, name) for parent, _, names in os.walk(folder, onerror=fail) for name in names]
-    inside = sorted(path for path in paths if path.suffix in suffixes and path.is_file())
+    files = sorted(path for path in paths if path.is_file())
+    inside = [path for path in files if path.suffix.lower() in suffixes]
+    others = [path for path in files if path.suffix.lower() not in suffixes]
     if not inside:
         raise UserError(f"the folder {folder} holds no {', '.join(suffixes)} file")
+    if others:
+        print(
+            f"{folder}: {len(inside):,} files are read, and {len(others):,} of other kinds than "
+            f"{', '.join(suffixes)} are left out, such as {others[0].relative_to(folder)}"
+        )
     return inside
+
+
+def _check_not_compressed(path: Path) -> None:
+    with reading(), open(path, "rb") as file:
+        start = file.read(max(map(len, COMPRESSED)))
+    kind = next((kind for mark, kind in COMPRESSED.items() if start.startswith(mark)), None)
+    if kind:
+        raise UserError(f"{path} is compressed ({kind}); unpack it first")
 
 
 def _file_identity(path: Path) -> list:
@@ -159,21 +215,25 @@ def _file_identity(path: Path) -> list:
 
 
 def read_text(path: Path) -> Iterator[str]:
-    """The file's text a block at a time, line ends as they are. Raises UserError at the first byte not
-    UTF-8."""
+    """The file's text a block at a time, line ends as they are, without a byte order mark at its start.
+
+    Raises UserError at the first byte not UTF-8.
+    """
     decoder = codecs.getincrementaldecoder("utf-8")()
-    position = 0
+    position, at_start = 0, True
     with open(path, "rb") as file:
         while True:
             block = file.read(READ_BYTES)
             pending = len(decoder.getstate()[0])
             try:
-                yield decoder.decode(block, final=not block)
+                text = decoder.decode(block, final=not block)
             except UnicodeDecodeError as error:
                 offset = position - pending + error.start
                 raise UserError(
                     f"{path} is not UTF-8 text: see byte {offset:,}; convert the file to UTF-8"
                 ) from None
+            yield text.removeprefix("\ufeff") if at_start else text
+            at_start = at_start and not text
             if not block:
                 return
             position += len(block)
@@ -243,6 +303,7 @@ class HuggingFace:
     split: str = "train"
     column: str = "text"
     one_text = False
+    own_validation = False
 
     def describe(self) -> dict:
         described = {"source": "hf", "path": self.path, "config": self.config, "split": self.split}

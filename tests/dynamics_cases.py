@@ -105,7 +105,7 @@ class Textbook:
             self.added.append(s)
             x = x + s
             if placement == "post":
-                x = self.norm(x, f"joins.{k}.next_norm")
+                x = self.norm(x, f"joins.{k}.post_norm")
             self.streams.append(x)
         if placement != "post":
             x = self.norm(x, f"joins.{2 * config.n_layer - 1}.next_norm")

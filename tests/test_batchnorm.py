@@ -90,11 +90,11 @@ def test_every_placement_is_the_one_equation(placement):
     logits, _ = model(ids(), watch=stream.append)
     x = model.pos_embed(model.embed(ids()))
     for k, (branch, join) in enumerate(zip(model.branches, model.joins, strict=True)):
-        norm_in = model.entry if k == 0 else getattr(model.joins[k - 1], "next_norm", None)
+        norm_in = model.entry if k == 0 else model.joins[k - 1].next_norm
         s = branch(n(norm_in, x) if placement in ("pre", "sandwich") else x)
         if placement in ("output", "sandwich"):
             s = n(join.out_norm, s)
-        x = n(join.next_norm, x + s) if placement == "post" else x + s
+        x = n(join.post_norm, x + s) if placement == "post" else x + s
         assert torch.allclose(stream[k + 1], x, rtol=0, atol=1e-5)
     h = x if placement == "post" else n(model.joins[-1].next_norm, x)
     assert torch.allclose(logits, model.head(h), rtol=0, atol=1e-5)
@@ -109,7 +109,7 @@ def test_the_bias_switch_and_the_count_of_parameters(bias):
 
 @pytest.mark.parametrize(
     ("switches", "reason"),
-    [({"kernel": "triton"}, "never fused"), ({"qk_norm": "head"}, "qk_norm head is offered for")],
+    [({"kernel": "triton"}, "never fused"), ({"qk_norm": "head"}, "are for norms of a token")],
 )
 def test_what_does_not_go_with_it_is_refused(switches, reason):
     with pytest.raises(ValueError, match=reason):

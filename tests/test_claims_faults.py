@@ -103,36 +103,36 @@ def test_a_wrong_norm_fails(monkeypatch, function):
     assert failing(*NORMS[function]) == set(NORMS[function])
 
 
+def join_otherwise(monkeypatch, wrong):
+    """Joins give what `wrong` gives, or where that is None what they should."""
+    whole = model.Join.forward
+    monkeypatch.setattr(model.Join, "forward", lambda self, x, s: wrong(self, x, s) or whole(self, x, s))
+
+
 def half_the_update(monkeypatch):
-    whole = model.PreJoin.forward
-    monkeypatch.setattr(model.PreJoin, "forward", lambda self, x, s: whole(self, x, s / 2))
+    whole = model.Join.forward
+    monkeypatch.setattr(model.Join, "forward", lambda self, x, s: whole(self, x, s / 2))
 
 
 def pre_where_post_was_asked_for(monkeypatch):
-    monkeypatch.setattr(model, "PostJoin", model.PreJoin)
+    join_otherwise(monkeypatch, lambda join, x, s: (x + s, join.post_norm(x + s)) if join.post_norm else None)
 
 
 def post_where_pre_was_asked_for(monkeypatch):
-    monkeypatch.setattr(model, "PreJoin", model.PostJoin)
+    join_otherwise(monkeypatch, lambda join, x, s: (join.next_norm(x + s),) * 2 if join.next_norm else None)
 
 
 def sandwich_without_its_inner_norm(monkeypatch):
-    monkeypatch.setattr(model.SandwichJoin, "forward", model.OutputJoin.forward)
+    join_otherwise(monkeypatch, lambda join, x, s: (x + join.out_norm(s),) * 2 if join.out_norm else None)
 
 
 def no_final_norm(monkeypatch):
-    class Bare(model.PreJoin):
-        def forward(self, x, s):
-            return x + s, x + s
+    whole = model.next_norm
 
-    whole = model.joins
+    def inner_only(config, branch):
+        return None if branch == 2 * config.n_layer else whole(config, branch)
 
-    def joins(config):
-        made = whole(config)
-        made[-1] = Bare(config)
-        return made
-
-    monkeypatch.setattr(model, "joins", joins)
+    monkeypatch.setattr(model, "next_norm", inner_only)
 
 
 def sums_gradient_before_the_jacobian(monkeypatch):
@@ -173,8 +173,8 @@ def everything_decays(monkeypatch):
 def frozen_gains(monkeypatch):
     build = model.Norm.__init__
 
-    def frozen(self, dim, config):
-        build(self, dim, config)
+    def frozen(self, *args):
+        build(self, *args)
         self.weight.requires_grad_(False)
 
     monkeypatch.setattr(model.Norm, "__init__", frozen)

@@ -87,6 +87,15 @@ def test_flags_win_over_the_recipe_and_the_recipe_over_the_defaults(tmp_path):
     assert config.run.run_name == "mine"
 
 
+def test_one_ratio_holds_for_all_rates_and_a_rate_wins_over_a_recipes_ratio(tmp_path):
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text("[optim]\nmin_lr_ratio = 0.1\n", encoding="utf-8")
+    for lr in (1e-2, 1e-5):  # of which the second lies below the default of min_lr
+        assert load_config([str(recipe), "--lr", str(lr)]).optim.end_lr == pytest.approx(lr / 10)
+    assert load_config([str(recipe), "--min-lr", "2e-5"]).optim.end_lr == 2e-5
+    assert load_config(["configs/quickstart.toml", "--min-lr-ratio", "0"]).optim.end_lr == 0
+
+
 def test_the_saved_configuration_reads_back(tmp_path):
     config = load_config(["configs/layout_qwen3.toml", "--head-dim", "16", "--min-lr", "1e-5", "--seed", "7"])
     (tmp_path / "config.toml").write_text(to_toml(config), encoding="utf-8")
@@ -106,7 +115,7 @@ def test_a_recipe_whose_name_cannot_name_a_run_is_refused_in_one_sentence(tmp_pa
         (("--out-dir", "a\nb"), "out_dir is 'a\\nb', which holds characters that cannot be printed"),
         (("--out-dir", "a\udcffb"), "holds characters that cannot be printed"),
         (("--batch-size", str(10**20)), f"--batch-size is {10**20}; it must be below 2147483648"),
-        (("--n-embd", str(10**20)), f"n_embd is {10**20}; it must be at least 1 and below 2^31"),
+        (("--n-embd", str(10**20)), f"n-embd is {10**20}; it must be below 2147483648"),
     ],
 )
 def test_values_that_nothing_can_hold_are_refused(flags, says):
@@ -151,7 +160,7 @@ def test_auto_names_a_new_folder(tmp_path):
         ("--nrom rmsnorm", "unknown flag --nrom (did you mean --norm?)"),
         (
             "--norm rmsnrm",
-            "--norm is rmsnrm; it must be 'layernorm', 'rmsnorm' or 'batchnorm' (did you mean rmsnorm?)",
+            "'dyt', 'derf' or 'none' (did you mean rmsnorm?)",
         ),
         ("--n-layer x", "--n-layer is x; it must be a whole number, such as 1000"),
         ("--n-layer 2.5", "--n-layer is 2.5; it must be a whole number"),
@@ -182,6 +191,7 @@ def test_auto_names_a_new_folder(tmp_path):
         ("--lr nan", "--lr is nan; it must be a finite number"),
         ("--lr -1", "--lr is -1; it must be at least 0"),
         ("--min-lr 1", "min_lr 1.0 is above lr"),
+        ("--min-lr-ratio 1.5", "--min-lr-ratio is 1.5; it must be at most 1"),
         ("--beta1 1.0", "--beta1 is 1.0; it must be below 1"),
         ("--batch-size 0", "--batch-size is 0; it must be at least 1"),
         ("--seed=-1", "--seed is -1; it must be at least 0"),
@@ -206,7 +216,10 @@ def test_a_mistake_in_the_flags_is_one_sentence(flags, says):
         ("[model]\nn_layer = '4'", "n_layer is '4'; it must be a whole number"),
         ("[model]\nn_layer = 4.0", "n_layer is 4.0; it must be a whole number"),
         ("[model]\nbias = 1", "bias is 1; it must be true or false"),
-        ("[model]\nnorm = 'rms'", "norm is 'rms'; it must be 'layernorm', 'rmsnorm' or 'batchnorm'"),
+        (
+            "[model]\nnorm = 'rms'",
+            "norm is 'rms'; it must be 'layernorm', 'rmsnorm', 'batchnorm', ",
+        ),
         ("[optim]\nlr = 'fast'", "lr is 'fast'; it must be a number, such as 0.001"),
         ("[optim]\nlr = 1e-400", "1e-400 is too small for a number"),
         ("[optim]\nbatch_size = 0", "batch_size is 0; it must be at least 1"),
@@ -235,7 +248,7 @@ def test_help_opens_with_examples_and_the_norms_and_explains_every_flag(capsys):
     shown = help_of(capsys, "--help")
     order = [
         "python train.py configs/quickstart.toml --norm",
-        "--norm {layernorm,rmsnorm,batchnorm} (x",
+        "--norm {layernorm,rmsnorm,batchnorm,dyt,derf,none} (x",
         "--n-layer",
     ]
     assert [shown.index(words) for words in order] == sorted(shown.index(words) for words in order)
@@ -248,7 +261,7 @@ def test_help_opens_with_examples_and_the_norms_and_explains_every_flag(capsys):
 def test_help_has_the_values_of_the_recipe_and_h_is_short(capsys):
     long, short = (help_of(capsys, "configs/layout_llama.toml", word) for word in ("--help", "-h"))
     for shown in (long, short):
-        assert "which leaks. (default: rmsnorm)" in shown
+        assert "erf(alpha x + shift), none. (default: rmsnorm)" in shown
     assert "--n-layer" in long
     assert "--n-layer" not in short
     assert len(short) < len(long) / 3

@@ -78,6 +78,16 @@ def test_hugging_face_stops_at_max_tokens(tmp_path):
         ("text --name d --files FOLDER/deep.jsonl", "deep.jsonl, line 1: the JSON is nested too deeply"),
         ("text --name d --files FOLDER/pipe.txt", "pipe.txt is neither a file nor a folder"),
         (f"text --name d --files {'a' * 5000}", "a" * 5000),
+        (
+            "text --name d --files FOLDER/good.txt --column text",
+            "good.txt is read as plain text, which has no column",
+        ),
+        ("text --name d --files FOLDER/good.txt --val-files FOLDER/good.txt", "name the same files"),
+        ("text --name d --files FOLDER/good.txt --val-files FOLDER/none", "no file, folder or match for"),
+        (
+            "text --name d --files FOLDER/good.txt --tokenizer none.json",
+            "none.json cannot be read: No such file",
+        ),
         ("hf --name d --path FOLDER --max-tokens 0", "--max-tokens must be at least 2"),
     ],
 )
@@ -153,7 +163,7 @@ def test_help_says_what_a_newcomer_asks():
         "byte (no download)",
         "(default: 0.1)",
         "Local .txt, .md, .jsonl and .parquet files",
-        "or another of tiktoken's encodings. (default: byte)",
-        "but one for byte and char. (default: 0)",
+        "or the path of a Hugging Face tokenizer.json. (default: byte)",
+        "0: one per CPU. (default: 0)",
     ):
         assert words in " ".join(done.stdout.split())

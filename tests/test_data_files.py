@@ -296,42 +296,23 @@ def test_a_missing_data_set_names_the_nearest_and_the_way_to_make_one(tmp_path):
     assert "python -m data.prepare" in message
 
 
-def test_reads_survive_short_reads_and_passing_errors(tmp_path, monkeypatch):
+def test_short_reads_are_gone_on_with(tmp_path, monkeypatch):
     dataset = open_dataset(str(write_nanogpt(tmp_path / "char", train=range(100))))
-    original, calls, opened = os.pread, [], []
-    original_open = os.open
-
-    def unreliable(fd, size, position):
-        calls.append(position)
-        if len(calls) in (1, 4):
-            raise OSError(errno.ESTALE, "Stale file handle")
-        return original(fd, min(size, 7), position)  # not a whole number of tokens
-
-    def counting_open(*arguments):
-        opened.append(arguments)
-        return original_open(*arguments)
-
-    monkeypatch.setattr(os, "pread", unreliable)
-    monkeypatch.setattr(os, "open", counting_open)
-    monkeypatch.setattr(files_module, "RETRY_SECONDS", (0, 0))
+    original = os.pread
+    # 7 bytes are no whole number of tokens
+    monkeypatch.setattr(os, "pread", lambda fd, size, position: original(fd, min(size, 7), position))
     assert contents(dataset.train) == list(range(100))
-    assert len(calls) > 4
-    assert len(opened) == 3  # a stale handle is not tried again
 
 
-def test_a_lasting_read_error_is_told(tmp_path, monkeypatch):
+def test_a_read_error_is_told(tmp_path, monkeypatch):
     dataset = open_dataset(str(write_nanogpt(tmp_path / "char")))
-    tries = []
 
     def broken(fd, size, position):
-        tries.append(position)
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(os, "pread", broken)
-    monkeypatch.setattr(files_module, "RETRY_SECONDS", (0, 0))
     with pytest.raises(UserError, match=r"train\.bin cannot be read: Input/output error"):
         contents(dataset.train)
-    assert len(tries) == 3
 
 
 def test_a_file_that_shrinks_while_in_use_is_told(tmp_path):

@@ -1,6 +1,9 @@
 """From text to token files: exact contents, the same from any number of workers, whole or not at all."""
 
+import bz2
 import errno
+import gzip
+import lzma
 import os
 import signal
 import subprocess
@@ -30,6 +33,7 @@ class Documents:
 
     texts: tuple[str, ...]
     one_text = False
+    own_validation = False
 
     def describe(self) -> dict:
         return {"source": "documents", "texts": list(self.texts)}
@@ -237,12 +241,12 @@ from data.build import prepare
 from data.sources import Piece
 
 class Stuck:
-    one_text = False
+    one_text = own_validation = False
     def describe(self):
         return {}
     def pieces(self):
-        for _ in range(4):
-            yield Piece("x" * 2**20, last=True)
+        for _ in range(1000):  # more than all threads hold
+            yield Piece("x" * 2**18, last=True)
         print("stuck", flush=True)
         time.sleep(60)
 
@@ -395,6 +399,46 @@ def test_find_files(tmp_path):
     (tmp_path / "bare").mkdir()
     with pytest.raises(UserError, match=r"bare holds no .txt, .md, .jsonl, .parquet file"):
         names("bare")
+
+
+def test_suffixes_in_any_case_and_how_many_files_are_left_out(tmp_path, capsys):
+    for name in ("a.TXT", "b.JSONL", "c.Parquet", "sub/d.json", "sub/e.csv"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    assert [path.name for path in find_files([str(tmp_path)])] == ["a.TXT", "b.JSONL", "c.Parquet"]
+    said = capsys.readouterr().out
+    assert "3 files are read, and 2 of other kinds than .txt, .md, .jsonl, .parquet are left out" in said
+    assert "such as sub/d.json" in said
+    (tmp_path / "sub" / "f.md").touch()
+    find_files([str(tmp_path / "sub" / "f.md"), str(tmp_path / "a.TXT")])
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("name", ["c.jsonl.gz", "c.txt", "c.jsonl"])
+@pytest.mark.parametrize(
+    ("compress", "kind"), [(gzip.compress, "gzip"), (bz2.compress, "bzip2"), (lzma.compress, "xz")]
+)
+def test_a_compressed_file_is_called_one(tmp_path, name, compress, kind):
+    (tmp_path / name).write_bytes(compress(b"text\n" * 100))
+    with pytest.raises(UserError, match=rf"{name} is compressed \({kind}\); unpack it first"):
+        find_files([str(tmp_path / name)])
+
+
+def test_own_validation_files(tmp_path):
+    training, validation = (tmp_path / name for name in ("train.txt", "val.txt"))
+    training.write_bytes(b"to train on")
+    validation.write_bytes(b"to validate")
+    for tokenizer, ends in (("byte", [SEPARATOR]), ("char", [])):
+        source = TextFiles((training,), val_files=(validation,))
+        folder = prepare(source, name=tokenizer, tokenizer=tokenizer, root=tmp_path)
+        encode = open_dataset(str(folder)).tokenizer.encode
+        assert ids(folder, "train") == encode("to train on") + ends
+        assert ids(folder, "val") == encode("to validate") + ends
+    several = TextFiles((training, training), val_files=(validation,))
+    folder = prepare(several, name="several", tokenizer="char", root=tmp_path)
+    assert open_dataset(str(folder)).tokenizer.decode(ids(folder, "train")) == "to train on\n" * 2
+    with pytest.raises(UserError, match="different: val_files"):
+        prepare(TextFiles((training,)), name="byte", root=tmp_path)
 
 
 def test_only_files_of_a_folder_count(tmp_path):

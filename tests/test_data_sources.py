@@ -17,7 +17,7 @@ from data.sources import TextFiles, read_text
 ROOT = Path(__file__).parents[1]
 
 
-def texts(path: Path, column: str = "text") -> list[str]:
+def texts(path: Path, column: str | None = None) -> list[str]:
     """The documents of one file."""
     documents, document = [], ""
     for piece in TextFiles((path,), column).pieces():
@@ -42,6 +42,14 @@ def test_text_is_read_as_utf8_whatever_the_platform_prefers(tmp_path):
 
 
 @pytest.mark.parametrize("block", [1, 2, 3, 7, 1000])
+@pytest.mark.parametrize("text", ["", "\ufeff", "first\ufeffsecond"])
+def test_a_byte_order_mark_is_left_out_at_the_start_of_a_file_alone(tmp_path, monkeypatch, block, text):
+    monkeypatch.setattr(sources_module, "READ_BYTES", block)
+    (tmp_path / "t.txt").write_text("\ufeff" + text, encoding="utf-8")
+    assert "".join(read_text(tmp_path / "t.txt")) == text
+
+
+@pytest.mark.parametrize("block", [1, 2, 3, 7, 1000])
 @pytest.mark.parametrize(
     ("raw", "offset"),
     [(b"abc\xff", 3), ("é".encode() * 5 + b"\xc3(", 10), ("🙂".encode() + b"\xf0\x9f\x99", 4), (b"\x80", 0)],
@@ -53,10 +61,19 @@ def test_bytes_that_are_not_utf8_are_named_by_file_and_offset(tmp_path, monkeypa
         list(read_text(tmp_path / "bad.txt"))
 
 
-def test_jsonl(tmp_path):
+@pytest.mark.parametrize("name", ["a.json", "b.csv", "c.txt", "noname"])
+def test_a_column_of_a_plain_file_is_a_mistake(tmp_path, name):
+    with pytest.raises(
+        UserError, match=rf"{name} is read as plain text, which has no column 'body'; --column is for"
+    ):
+        TextFiles((tmp_path / "rows.jsonl", tmp_path / name), "body")
+
+
+@pytest.mark.parametrize("name", ["t.jsonl", "t.JSONL"])
+def test_jsonl(tmp_path, name):
     lines = ['{"text": "one\\n", "id": 1}', "", '{"text": null}', '{"text": "\\ud83d alone, \\ud83d\\ude42"}']
-    (tmp_path / "t.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    assert texts(tmp_path / "t.jsonl") == ["one\n", "? alone, 🙂"]
+    (tmp_path / name).write_text("\n".join(lines), encoding="utf-8")
+    assert texts(tmp_path / name) == ["one\n", "? alone, 🙂"]
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,12 @@
 
 import json
 import os
+import shutil
+import sys
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 import regex
 import tiktoken
@@ -13,10 +16,11 @@ from hypothesis import strategies as st
 from tiktoken_ext import openai_public
 
 from base.cli import UserError
-from data import load_tokenizer
+from data import load_tokenizer, open_dataset
 from data import tokenizer as tokenizer_module
-from data.sources import seam
-from data.tokenizer import ByteTokenizer, CharTokenizer
+from data.build import prepare
+from data.sources import TextFiles, seam
+from data.tokenizer import ByteTokenizer, CharTokenizer, tokenizer_meta
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]))
 # the characters that the patterns of tiktoken's encodings tell apart
@@ -167,3 +171,83 @@ def test_seam_is_before_the_last_space_behind_a_character():
     assert seam("ab  \n  cd", 8) == 2
     assert seam(" " * 9, 6) == 6
     assert seam("abcdefghi", 6) == 6
+
+
+@pytest.fixture(scope="module")
+def tokenizer_json(tmp_path_factory) -> Path:
+    """A byte-level BPE of 262 tokens and two special ones, as Hugging Face's library saves it."""
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=264,
+        special_tokens=["<pad>", "<|endoftext|>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    made.train_from_iterator(["the cat and the hat, the other and the brother"] * 10, trainer)
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    made.save(str(path), pretty=True)
+    return path
+
+
+def test_a_tokenizer_json_is_carried_whole_by_its_meta(tokenizer_json):
+    tokenizer = load_tokenizer(json.loads(json.dumps(tokenizer_meta(str(tokenizer_json)))))
+    assert (tokenizer.vocab_size, tokenizer.separator) == (264, 1)
+    text = "the naïve cat 🙂\n"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert len(tokenizer.encode("the cat")) < len("the cat")
+    assert tokenizer.encode_array(text).tolist() == tokenizer.encode(text)
+    assert tokenizer.separator not in tokenizer.encode("a <|endoftext|> in the text")
+    assert tokenizer.decode(tokenizer.encode("a\udcff")) == "a?"
+
+
+@pytest.mark.parametrize(
+    ("configuration", "separator"),
+    [
+        ({}, 1),
+        ({"eos_token": "<pad>"}, 0),
+        ({"eos_token": {"content": "<pad>"}}, 0),
+        ({"eos_token": None}, 1),
+    ],
+)
+def test_the_separator_is_the_one_that_the_configuration_beside_names(
+    tokenizer_json, tmp_path, configuration, separator
+):
+    shutil.copy(tokenizer_json, tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(configuration), encoding="utf-8")
+    assert tokenizer_meta(str(tmp_path))["separator"] == separator
+
+
+def test_data_prepared_with_a_tokenizer_json_keep_it_beside(tokenizer_json, tmp_path):
+    (tmp_path / "t.txt").write_text("the cat and the hat\n" * 50, encoding="utf-8")
+    source = TextFiles((tmp_path / "t.txt",))
+    folder = prepare(source, name="d", tokenizer=str(tokenizer_json), root=tmp_path)
+    assert (folder / "meta.json").stat().st_size < 1000
+    assert (folder / "tokenizer.json").exists()
+    dataset = open_dataset(str(folder))
+    tokens = dataset.train.read(np.array([0]), len(dataset.train))[0].tolist()
+    assert dataset.tokenizer.decode(tokens) == ("the cat and the hat\n" * 50)[:900]
+    assert dataset.meta["tokenizer"] == tokenizer_meta(str(tokenizer_json))
+    prepare(source, name="d", tokenizer=str(tokenizer_json.parent), root=tmp_path)  # the same: nothing to do
+    (folder / "tokenizer.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(UserError, match="is not the one that was used; prepare the data again"):
+        _ = open_dataset(str(folder)).tokenizer
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"added_tokens": [5]}', "\udcff", "[" * 100_000])
+def test_what_is_no_tokenizer_json_is_told(tmp_path, text):
+    (tmp_path / "tokenizer.json").write_text(text, encoding="utf-8", errors="surrogateescape")
+    with pytest.raises(UserError, match=r"tokenizer\.json is no tokenizer\.json of the tokenizers library"):
+        tokenizer_meta(str(tmp_path))
+    (tmp_path / "tokenizer.json").write_text('{"added_tokens": []}', encoding="utf-8")
+    with pytest.raises(UserError, match=r"the tokenizer\.json cannot be read: "):
+        load_tokenizer(tokenizer_meta(str(tmp_path)))
+
+
+def test_without_the_library_its_name_is_told(tokenizer_json, monkeypatch):
+    meta = tokenizer_meta(str(tokenizer_json))
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(UserError, match="pip install tokenizers"):
+        load_tokenizer(meta)

@@ -15,6 +15,7 @@ from data.batches import EvalWindows
 from data.dataset import open_dataset
 from data.tokenizer import ByteTokenizer, CharTokenizer, TiktokenTokenizer
 from tools import evaluate
+from tools.vocabulary import token_bytes
 from training.checkpoint import load_model
 from training.model_file import about, model_weights, save_model
 
@@ -129,13 +130,13 @@ def test_the_table_has_a_row_for_each_run_and_no_more(place, capsys):
 
 
 def test_the_bytes_of_an_id_are_known_where_the_tokenizer_says_them():
-    assert evaluate.token_bytes(ByteTokenizer()).tolist() == [1] * 256 + [0]
-    assert evaluate.token_bytes(CharTokenizer("aé北")).tolist() == [1, 2, 3]
+    assert token_bytes(ByteTokenizer()).tolist() == [1] * 256 + [0]
+    assert token_bytes(CharTokenizer("aé北")).tolist() == [1, 2, 3]
     ranks = {bytes([i]): i for i in range(256)} | {b"the": 256}
     encoding = tiktoken.Encoding(
         "x", pat_str=r"\S+|\s+", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 257}
     )
-    assert evaluate.token_bytes(TiktokenTokenizer("x", encoding)).tolist() == [1] * 256 + [3, 0]
+    assert token_bytes(TiktokenTokenizer("x", encoding)).tolist() == [1] * 256 + [3, 0]
 
 
 def test_data_that_do_not_say_their_tokenizer_have_a_loss_and_no_bytes(place, tmp_path, capsys):

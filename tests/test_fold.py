@@ -126,7 +126,7 @@ def test_folding_a_norm_of_the_stream_would_change_the_logits():
     model = far(placement="post", norm="rmsnorm")
     wrong = far(placement="post", norm="rmsnorm")
     with torch.no_grad():
-        gain = wrong.joins[0].next_norm.weight
+        gain = wrong.joins[0].post_norm.weight
         wrong.branches[1].up.weight *= gain
         gain.fill_(1.0)
     assert difference(model, wrong) > 1e-2

@@ -2,24 +2,29 @@
 
 import json
 import logging
-import sys
+import math
+import shlex
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 import train
-from data import load_tokenizer, prepare
+from data import prepare
+from data.tokenizer import load_tokenizer, tokenizer_meta
 from model import GPT, ModelConfig
-from tools import convert, sample
+from tools import convert, evaluate, sample
 from tools.interchange import FAMILIES, their_weights
-from tools.vocabulary import recognize, tokenizer_files
+from tools.vocabulary import json_bytes, recognize, token_bytes, tokenizer_files
 from training.checkpoint import load_model
-from training.model_file import about, model_weights, read_model, save_model
+from training.model_file import about, model_weights, read_about, read_model, save_model
 
+tokenizers = pytest.importorskip("tokenizers", reason="tokenizers reads a tokenizer.json, and is an extra")
 transformers = pytest.importorskip("transformers", reason="transformers is an extra of development only")
 
+TEXT = "to be, or not to be, that is the question: été\n"
 LENGTHS = (1, 7, 32)
 LLAMA = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 LLAMA |= {"num_attention_heads": 4, "max_position_embeddings": 32, "bos_token_id": 1, "eos_token_id": 2}
@@ -270,16 +275,10 @@ QWEN3 = 'norm = "rmsnorm"\npos = "rope"\nmlp = "swiglu"\nbias = false\nqk_norm =
 
 
 @pytest.mark.parametrize(("tokenizer", "model"), [("byte", ""), ("char", QWEN3)], ids=["gpt2", "qwen3"])
-def test_a_model_trained_here_continues_a_prompt_alike_on_both_sides(
-    tokenizer, model, tmp_path, capsys, monkeypatch
-):
-    (tmp_path / "text.txt").write_text(
-        "to be, or not to be, that is the question: été\n" * 300, encoding="utf-8"
-    )
+def test_a_model_trained_here_continues_a_prompt_alike_on_both_sides(tokenizer, model, tmp_path, capsys):
+    (tmp_path / "text.txt").write_text(TEXT * 300, encoding="utf-8")
     prepared = ["text", "--name", "bard", "--files", str(tmp_path / "text.txt"), "--tokenizer", tokenizer]
-    monkeypatch.setattr(sys, "argv", ["prepare", *prepared, "--data-dir", str(tmp_path)])
-    with pytest.raises(SystemExit, match="0"):
-        prepare.main()
+    prepare.main([*prepared, "--data-dir", str(tmp_path)])
     (tmp_path / "run.toml").write_text(RECIPE.format(model=model, folder=tmp_path), encoding="utf-8")
     train.main([str(tmp_path / "run.toml")])
     capsys.readouterr()
@@ -305,3 +304,81 @@ def test_the_byte_tokenizer_means_the_same_in_transformers(text, tmp_path):
     assert theirs.decode(ours.encode(text)) == text
     assert theirs.eos_token_id == ours.separator
     assert recognize(tmp_path) == ({"name": "byte"}, "")
+
+
+@pytest.fixture(scope="module")
+def llama_with_words(tmp_path_factory):
+    """A Llama model of transformers with a byte-level vocabulary of its own, its separator a token of that."""
+    folder, words = tmp_path_factory.mktemp("words"), tokenizers.Tokenizer(tokenizers.models.BPE())
+    words.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300, initial_alphabet=alphabet, special_tokens=["<|end|>"]
+    )
+    words.train_from_iterator([TEXT] * 20, trainer)
+    (folder / "hf").mkdir()
+    words.save(str(folder / "hf" / "tokenizer.json"))
+    (folder / "hf" / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>"})
+    )
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model("llama", **LLAMA | {"vocab_size": 304, "bos_token_id": 0})
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / "hf")
+    return folder
+
+
+def test_a_llama_is_finetuned_on_text_by_its_own_tokenizer(llama_with_words, capsys):
+    """By the two commands that the conversion prints; and back, with the tokenizer."""
+    folder = llama_with_words
+    convert.main(["from-hf", str(folder / "hf"), "-o", str(folder / "ours")])
+    *_, prepare_line, train_line = capsys.readouterr().out.splitlines()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (folder / "ours" / name).read_bytes() == (folder / "hf" / name).read_bytes()
+    (folder / "text.txt").write_text(TEXT * 300, encoding="utf-8")
+    made = shlex.split(prepare_line.partition("ids: ")[2].replace("TEXT", str(folder / "text.txt")))
+    prepare.main([*made[3:], "--data-dir", str(folder)])
+    words = shlex.split(train_line.partition("recipe: ")[2].replace("YOURS", str(folder / "YOURS")))
+    rest = f"--max-iters 30 --lr 1e-2 --warmup-iters 0 --batch-size 8 --eval-tokens 500 --out-dir {folder}"
+    train.main([*words[2:], *rest.split(), "--wandb", "disabled", "--device", "cpu"])
+    assert "does not say what its token ids mean" not in capsys.readouterr().out
+    run = str(folder / "quickstart")
+
+    sample.main([run, "--prompt", "that is", "--tokens", "20", "--temperature", "0", "--device", "cpu"])
+    said = capsys.readouterr().out.removesuffix("\n")
+    evaluate.main([run, "--dataset", str(folder / "YOURS"), "--device", "cpu", "--json"])
+    [numbers] = json.loads(capsys.readouterr().out)["runs"]
+    size = len(TEXT.encode()) / len(load_tokenizer(read_about(folder / "ours")["tokenizer"]).encode(TEXT))
+    assert numbers["bits_per_byte"] == pytest.approx(numbers["loss"] / math.log(2) / size, rel=0.1)
+    assert numbers["loss"] < 3
+
+    convert.main(["to-hf", run, "-o", str(folder / "back")])
+    theirs = transformers.AutoTokenizer.from_pretrained(folder / "back")
+    assert (theirs.eos_token, theirs.eos_token_id) == ("<|end|>", 0)
+    ids = theirs("that is", return_tensors="pt")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "back")
+    found = model.generate(**ids, max_new_tokens=20, min_new_tokens=20, do_sample=False)
+    assert theirs.decode(found[0]) == said
+
+
+def test_data_of_another_tokenizer_do_not_finetune_it(llama_with_words, tmp_path, capsys):
+    convert.main(["from-hf", str(llama_with_words / "hf"), "-o", str(tmp_path / "ours")])
+    words = shlex.split(capsys.readouterr().out.splitlines()[-1].partition("recipe: ")[2])
+    words = [word for word in words if word not in ("--dataset", "YOURS")]
+    with pytest.raises(SystemExit, match="2"):
+        train.main([*words[2:], "--device", "cpu", "--out-dir", str(tmp_path), "--max-iters", "200"])
+    assert "was trained on ids of another tokenizer" in capsys.readouterr().err
+
+
+def test_the_bytes_that_the_ids_of_a_tokenizer_json_write(llama_with_words):
+    """Byte-level, and SentencePiece's spelling with a fall-back to bytes."""
+    meta = tokenizer_meta(str(llama_with_words / "hf"))
+    level, text = load_tokenizer(meta), "été, naïve 北京 the question"
+    assert token_bytes(level)[level.encode(text)].sum() == len(text.encode())
+    assert token_bytes(level)[0] == 0
+    body = json.loads(meta["json"])
+    body["model"]["vocab"] = {"<0x0A>": 0, "\u2581the": 1, "é": 2, "</s>": 3}
+    body["added_tokens"] = [{"content": "</s>", "id": 3, "special": True}]
+    body["decoder"] = {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}]}
+    assert json_bytes(body, np.zeros(4, np.int64)).tolist() == [1, 4, 2, 0]
+    assert json_bytes(body | {"decoder": {"type": "WordPiece"}}, np.zeros(4, np.int64)) is None

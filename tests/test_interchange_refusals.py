@@ -101,6 +101,11 @@ def test_a_layout_that_no_family_has_is_refused_by_the_field_in_the_way(switches
     with pytest.raises(UserError) as refused:
         family_for(ModelConfig(**SMALL | switches))
     assert reason in str(refused.value)
+    assert "exports any model with torch.export" in str(refused.value)
+
+
+def test_a_switch_that_changes_nothing_is_no_obstacle():
+    assert family_for(ModelConfig(**SMALL, rope_theta=5e5, dropout=0.1, dtype="bfloat16")).name == "gpt2"
 
 
 def test_a_bias_that_the_family_lacks_is_refused_unless_it_is_zero():

@@ -7,14 +7,30 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from model import GPT, ModelConfig
+from model import GPT, SCALES, ModelConfig
 
 SMALL = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 16, "vocab_size": 19}
-NORMS, PLACEMENTS = ("layernorm", "rmsnorm"), ("pre", "post", "output", "sandwich")
+KINDS = ("layernorm", "rmsnorm")
+NORMS_OF = {  # written from the equation's names, not from the model's table
+    "none": "",
+    "pre": "in",
+    "post": "post",
+    "output": "out",
+    "sandwich": "in out",
+    "keel": "in post",
+    "out_post": "out post",
+    "all": "in out post",
+}
+PATTERNS = {  # the four branches of SMALL
+    "post*2 sandwich pre": ["post", "post", "sandwich", "pre"],
+    "none keel out_post all": ["none", "keel", "out_post", "all"],
+    "attn:post mlp:none": ["post", "none", "post", "none"],
+    "pre output*3": ["pre", "output", "output", "output"],
+}
 GRID = [
     dict(zip(("norm", "placement", "qk_norm", "pos", "mlp"), values, strict=True))
     for values in itertools.product(
-        NORMS, PLACEMENTS, ("off", "head", "full"), ("learned", "rope"), ("gelu", "swiglu")
+        KINDS, (*NORMS_OF, *PATTERNS), ("off", "head", "full"), ("learned", "rope"), ("gelu", "swiglu")
     )
 ]
 
@@ -39,7 +55,7 @@ def tokens_and_targets(batch: int = 3, time: int = 16) -> tuple[torch.Tensor, to
     return ids[:, :-1], ids[:, 1:]
 
 
-# ---- the textbook: y = N_post(x + N_out(S(N_in(x)))), one sequence position at a time where that is plain
+# ---- the textbook: y = N_post(a x + b N_out(S(c N_in(x)))), one sequence position at a time where that is plain
 
 
 def normalize(x, weights, name, config):
@@ -105,34 +121,39 @@ def textbook_mlp(x, weights, name, config):
     return linear(active, weights, f"{name}.down")
 
 
-def textbook(weights, config, tokens):
+def placements_of(config) -> list[set[str]]:
+    names = PATTERNS.get(config.placement, [config.placement] * 2 * config.n_layer)
+    return [set(NORMS_OF[name].split()) for name in names]
+
+
+def textbook(weights, config, tokens, factors):
     x = weights["embed.weight"][tokens]
     if config.pos == "learned":
         x = x + weights["pos_embed.weight"][: tokens.shape[1]]
     if config.embed_norm:
         x = normalize(x, weights, "embed_norm", config)
-    alpha = (2 * config.n_layer) ** 0.25 if config.residual_scale == "deepnorm" else 1.0
-    before = "entry"  # N_in of a branch is stored with the join below it
-    for i in range(2 * config.n_layer):
+    norms = placements_of(config)
+    for i, (a, b, c) in enumerate(factors):
         branch = textbook_mlp if i % 2 else textbook_attention
-        reads = normalize(x, weights, before, config) if config.placement in ("pre", "sandwich") else x
-        s = branch(reads, weights, f"branches.{i}", config)
-        if config.placement in ("output", "sandwich"):
+        h = x
+        if "in" in norms[i]:  # N_in of a branch is stored with the join below it
+            h = c * normalize(x, weights, f"joins.{i - 1}.next_norm" if i else "entry", config)
+        s = branch(h, weights, f"branches.{i}", config)
+        if "out" in norms[i]:
             s = normalize(s, weights, f"joins.{i}.out_norm", config)
-        x = alpha * x + s
-        if config.placement == "post":
-            x = normalize(x, weights, f"joins.{i}.next_norm", config)
-        before = f"joins.{i}.next_norm"
-    if config.placement != "post":
-        x = normalize(x, weights, before, config)
+        x = a * x + b * s
+        if "post" in norms[i]:
+            x = normalize(x, weights, f"joins.{i}.post_norm", config)
+    if "post" not in norms[-1]:
+        x = normalize(x, weights, f"joins.{len(norms) - 1}.next_norm", config)
     return x @ weights.get("head.weight", weights["embed.weight"]).T
 
 
-def assert_textbook(model: GPT) -> None:
-    """Logits and every gradient to 1e-10 in float64."""
+def assert_textbook(model: GPT, factors: list[tuple[float, float, float]] | None = None) -> None:
+    """Logits and every gradient to 1e-10 in float64; factors a, b, c of every branch are 1 if not given."""
     tokens, targets = tokens_and_targets()
     weights = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
-    expected = textbook(weights, model.config, tokens)
+    expected = textbook(weights, model.config, tokens, factors or [(1, 1, 1)] * len(model.branches))
     F.cross_entropy(expected.flatten(0, 1), targets.flatten()).backward()
     logits, loss = model(tokens, targets)
     loss.backward()
@@ -147,10 +168,30 @@ def assert_textbook(model: GPT) -> None:
         assert shifts_scores or p.grad.abs().max() > 1e-9, f"{name} gets no gradient"
 
 
-@pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_equals_the_textbook(norm, placement):
-    assert_textbook(randomized(norm=norm, placement=placement))
+def assert_causal(model: GPT) -> None:
+    """Later tokens change later logits and no earlier ones."""
+    tokens, _ = tokens_and_targets(batch=2)
+    other = tokens.clone()
+    other[:, 9:] = (other[:, 9:] + 1) % SMALL["vocab_size"]
+    with torch.no_grad():
+        before, after = model(tokens)[0], model(other)[0]
+    assert torch.equal(before[:, :9], after[:, :9])
+    assert not torch.allclose(before[:, 9:], after[:, 9:], atol=1e-3)
+
+
+@pytest.mark.parametrize("placement", [*NORMS_OF, *PATTERNS])
+@pytest.mark.parametrize("norm", KINDS)
+def test_equals_the_textbook_and_looks_at_no_later_token(norm, placement):
+    """With every qk_norm, position and MLP, random gains, and random factors a, b and c."""
+    generator = torch.Generator().manual_seed(3)
+    for switches in GRID:
+        if switches["norm"] == norm and switches["placement"] == placement:
+            factors = (0.5 + torch.rand(4, 3, generator=generator, dtype=torch.float64)).tolist()
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setitem(SCALES, "one", (lambda k, n_layer, f=factors: f[k], NORMS_OF))
+                model = randomized(**switches)
+            assert_textbook(model, factors)
+            assert_causal(model)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +200,6 @@ def test_equals_the_textbook(norm, placement):
         {"norm": "rmsnorm", "qk_norm": "head", "pos": "rope", "mlp": "swiglu", "bias": False, "n_kv_head": 2},
         {"placement": "sandwich", "qk_norm": "full", "pos": "rope", "n_kv_head": 1, "tie_embeddings": False},
         {"placement": "output", "qk_norm": "full", "norm": "rmsnorm", "head_dim": 6, "rope_theta": 500.0},
-        {"placement": "post", "residual_scale": "deepnorm", "embed_norm": True, "mlp": "gelu"},
         {"placement": "pre", "embed_norm": True, "qk_norm": "head", "mlp_hidden": 20, "norm_eps": 0.1},
         {"dtype": "bfloat16", "residual_dtype": "compute", "pos": "rope"},
     ],
@@ -168,9 +208,15 @@ def test_equals_the_textbook_with_other_switches(switches):
     assert_textbook(randomized(**switches))
 
 
-@pytest.mark.parametrize("switches", GRID, ids=lambda s: "-".join(s.values()))
-def test_learns_a_repeated_batch_and_looks_at_no_later_token(switches):
-    model = build(**switches)
+def test_deepnorm_is_the_equation_with_its_own_a():
+    model = randomized(placement="post", residual_scale="deepnorm", embed_norm=True, mlp="gelu")
+    assert_textbook(model, [(4**0.25, 1, 1)] * 4)
+
+
+@pytest.mark.parametrize("placement", [*NORMS_OF, *PATTERNS])
+@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm", "batchnorm"])
+def test_learns_a_repeated_batch(norm, placement):
+    model = build(norm=norm, placement=placement)
     tokens, targets = tokens_and_targets(batch=2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     start = model(tokens, targets)[1].item()
@@ -180,20 +226,12 @@ def test_learns_a_repeated_batch_and_looks_at_no_later_token(switches):
         loss.backward()
         optimizer.step()
     assert model(tokens, targets)[1].item() < start / 10
-    other = tokens.clone()
-    other[:, 9:] = (other[:, 9:] + 1) % SMALL["vocab_size"]
-    with torch.no_grad():
-        before, after = model(tokens)[0], model(other)[0]
-    assert torch.equal(before[:, :9], after[:, :9])
-    assert not torch.allclose(before[:, 9:], after[:, 9:], atol=1e-3)
 
 
 BASE = {"norm": "layernorm", "placement": "pre", "dropout": 0.0}
 SWITCHES = [
     {"norm": "rmsnorm"},
-    {"placement": "post"},
-    {"placement": "output"},
-    {"placement": "sandwich"},
+    *({"placement": placement} for placement in (*NORMS_OF, *PATTERNS) if placement != "pre"),
     {"placement": "post", "residual_scale": "deepnorm"},
     {"qk_norm": "head"},
     {"qk_norm": "full"},
@@ -248,13 +286,8 @@ def n_params(c: ModelConfig) -> int:
     attention += {"off": 0, "head": 2 * head * per, "full": (q + kv) * per}[c.qk_norm]
     matrices = 3 if c.mlp == "swiglu" else 2
     mlp = matrices * width * hidden + b * ((matrices - 1) * hidden + width)
-    norms = {
-        "pre": 2 * c.n_layer + 1,
-        "post": 2 * c.n_layer,
-        "output": 2 * c.n_layer + 1,
-        "sandwich": 4 * c.n_layer + 1,
-    }
-    total = c.n_layer * (attention + mlp) + norms[c.placement] * norm + c.vocab_size * width
+    norms = sum(map(len, placements_of(c))) + ("post" not in placements_of(c)[-1])
+    total = c.n_layer * (attention + mlp) + norms * norm + c.vocab_size * width
     total += c.block_size * width if c.pos == "learned" else 0
     total += norm if c.embed_norm else 0
     return total + (0 if c.tie_embeddings else c.vocab_size * width)
@@ -306,7 +339,7 @@ def test_post_norm_stream_is_the_normalized_one():
         torch.testing.assert_close(rms, torch.ones_like(rms), rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("placement", [*NORMS_OF, *PATTERNS])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("residual_dtype", ["float32", "compute"])
 def test_dtypes_inside(placement, dtype, residual_dtype):
@@ -368,11 +401,11 @@ def test_tied_head_is_the_embedding():
         ({"n_kv_head": 3}, "n_head 4 is not a multiple of n_kv_head 3"),
         ({"pos": "rope", "head_dim": 7}, "head_dim is 7; pos rope rotates pairs"),
         ({"residual_scale": "deepnorm"}, "belongs to placement post, not pre"),
-        ({"dropout": 1.0}, "dropout is 1.0"),
-        ({"norm_eps": 1e-60}, "norm_eps is 1e-60"),
-        ({"norm_eps": -1.0}, "norm_eps is -1.0"),
-        ({"n_layer": 0}, "n_layer is 0; it must be at least 1"),
-        ({"rope_theta": 0.0}, "rope_theta is 0.0"),
+        ({"dropout": 1.0}, "dropout\n  Input should be less than 1"),
+        ({"norm_eps": 1e-60}, "norm_eps\n  Input should be greater"),
+        ({"norm_eps": math.nan}, "norm_eps\n  Input should be"),
+        ({"n_layer": 0}, "n_layer\n  Input should be greater than or equal to 1"),
+        ({"rope_theta": 0.0}, "rope_theta\n  Input should be greater than 0"),
         ({"norm": "batch"}, "layernorm"),
         ({"n_layer": "2"}, "valid integer"),
         ({"nrom": "rmsnorm"}, "Unexpected keyword"),

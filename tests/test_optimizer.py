@@ -46,6 +46,12 @@ def test_wsd_of_a_few_steps_falls_on_the_last_only(steps):
     assert rates(schedule="wsd", max_iters=steps, warmup_iters=0) == [*[1.0] * (steps - 1), 0.1]
 
 
+@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
+def test_a_ratio_takes_the_place_of_the_floor(schedule):
+    got = rates(schedule=schedule, lr=2.0, min_lr_ratio=0.25)
+    assert (max(got), got[-1]) == (2.0, pytest.approx(0.5))
+
+
 def test_constant_stays():
     assert rates(schedule="constant")[10:] == [1.0] * 90
 

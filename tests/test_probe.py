@@ -6,7 +6,7 @@ import pytest
 import torch
 from dynamics_cases import CASES, Textbook, known_model, rms, tiny_trainer, tokens_and_targets
 
-from model import GPT, ModelConfig, Norm, PreJoin
+from model import GPT, Join, ModelConfig, Norm
 from training import probe
 from training.dynamics import PartNorms
 from training.metrics import branch_names, depth_names
@@ -115,7 +115,7 @@ def test_names_of_a_sandwich_of_one_layer():
 @pytest.mark.parametrize(("c", "degrees"), [(1.0, 45.0), (10.0, 5.711)])
 def test_a_unit_update_turns_a_long_stream_less(c, degrees):
     """Claim 14, through the join of pre-norm."""
-    join = PreJoin(ModelConfig(n_embd=2, n_head=1, n_layer=1))
+    join = Join(ModelConfig(n_embd=2, n_head=1, n_layer=1))
     record = JoinRecord()
     join.register_forward_hook(record)
     join(torch.tensor([[c, 0.0]]), torch.tensor([[0.0, 1.0]]))
@@ -162,7 +162,7 @@ def everything(trainer) -> dict:
     state["hooks"] = torch.tensor([len(m._forward_hooks) for m in named.values()])
     state["random"] = torch.get_rng_state()
     state["mode"] = torch.tensor([m.training for m in named.values()])
-    state["kernels"] = torch.tensor([m.how["impl"] == "auto" for m in named.values() if isinstance(m, Norm)])
+    state["kernels"] = torch.tensor([m.impl == "auto" for m in named.values() if isinstance(m, Norm | Join)])
     return state
 
 

@@ -15,6 +15,7 @@ import dataclasses
 import json
 import re
 import shlex
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -28,11 +29,12 @@ from base.cli import STRICT, Positional, Short, UserError, options, require, run
 from base.files import atomic_folder
 from configs import flags_of
 from data import load_tokenizer
-from data.tokenizer import CharTokenizer
+from data.tokenizer import TOKENIZER_JSON, CharTokenizer
 from model import GPT, ModelConfig
 from tools import fold as folding
 from tools.interchange import (
     NANOGPT,
+    OF_A_RUN,
     Family,
     Weights,
     family_for,
@@ -43,11 +45,10 @@ from tools.interchange import (
     their_config,
     their_weights,
 )
-from tools.vocabulary import FILES, SIZES, recognize, tokenizer_files
+from tools.vocabulary import BESIDE, FILES, SIZES, recognize, tokenizer_files
 from training.checkpoint import find, load_model
 from training.model_file import model_weights, read_about, save_model, save_tensors
 
-OF_A_RUN = ("dropout", "dtype", "residual_dtype", "kernel")  # fields that do not say which model it is
 WRITTEN = ("model.safetensors", "config.json", *FILES)  # what a conversion writes, and may replace
 
 
@@ -121,6 +122,9 @@ def from_hf(asked: FromHf) -> None:
     tokenizer, why_not = recognize(folder)
     with written(asked, folder) as out:
         save(out, config, weights, tokenizer)
+        for file in (folder / name for name in BESIDE):
+            if tokenizer and tokenizer["name"] == TOKENIZER_JSON and file.exists():
+                shutil.copyfile(file, out / file.name)
     print(f"{asked.out}: a {family.name} model, {summary(config)}")
     print(f"tokenizer {tokenizer['name']}" if tokenizer else f"no tokenizer: {why_not}")
     say_how_to_finetune(asked.out, config, tokenizer)
@@ -326,11 +330,14 @@ def say_how_to_finetune(out: str, config: ModelConfig, tokenizer: dict | None) -
     The recipe's data set are bytes. For another tokenizer the command names one that is still to be made.
     """
     words = ["configs/quickstart.toml", "--run-name", "auto", "--init-from", out]
+    if tokenizer is None:
+        print("YOURS, below, is a data set of this model's token ids, whatever tokenizer made them")
+    elif tokenizer["name"] != "byte":
+        name = out if tokenizer["name"] == TOKENIZER_JSON else tokenizer["name"]
+        prepare = ["python", "-m", "data.prepare", "text", "--name", "YOURS", "--tokenizer", name, "--files"]
+        print(f"YOURS, below, is a data set of its token ids: {shlex.join(prepare)} TEXT")
     if tokenizer != {"name": "byte"}:
         words += ["--dataset", "YOURS"]
-        print(
-            f"YOURS, in what follows, is a data set of {tokenizer['name'] if tokenizer else 'the model'}'s token ids"
-        )
     words += flags_of({k: v for k, v in resolved(config).items() if k not in OF_A_RUN and v is not None})
     print(f"finetune, with this or another recipe: {shlex.join(['python', 'train.py', *words])}")
 

@@ -22,8 +22,9 @@ import torch.nn.functional as F
 from base.cli import STRICT, Positional, UserError, options, require, run
 from data.batches import EvalWindows
 from data.dataset import Dataset, open_dataset
-from data.tokenizer import CharTokenizer, Tokenizer, load_tokenizer
+from data.tokenizer import load_tokenizer
 from model import GPT
+from tools.vocabulary import token_bytes
 from training.checkpoint import find, load_model
 from training.model_file import read_about
 from training.runtime import choose_device
@@ -79,17 +80,6 @@ def ratio(numerators: np.ndarray, denominators: np.ndarray) -> tuple[float, floa
         return float(mean), None
     variance = np.square(numerators - mean * denominators).sum() / (count - 1)
     return float(mean), float(math.sqrt(variance * count) / denominators.sum())
-
-
-def token_bytes(tokenizer: Tokenizer) -> np.ndarray:
-    """How many bytes of UTF-8 each id writes, int64 [vocab_size]; 0 for one that is no text, as the separator."""
-    sizes = np.zeros(tokenizer.vocab_size, np.int64)
-    if isinstance(tokenizer, CharTokenizer):
-        sizes[:] = [len(c.encode("utf-8", "surrogatepass")) for c in tokenizer.characters]
-    else:
-        for token, i in tokenizer.mergeable_ranks.items():
-            sizes[i] = len(token)
-    return sizes
 
 
 @torch.no_grad()

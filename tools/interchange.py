@@ -55,7 +55,8 @@ class Family:
     """n_embd must be a multiple of n_head although head_dim is given."""
 
 
-COMMON_LAYOUT = {"embed_norm": False, "residual_scale": "one", "head_bias": False}
+# Fields that do not say what a model computes of its weights in float32.
+OF_A_RUN = ("dropout", "dtype", "residual_dtype", "kernel", "out_gain_init", "alpha_init", "force_placement")
 COMMON_ONLY = {"quantization_config": (None,)}
 ROPE_ONLY = {
     "rope_scaling": (None, {}, {"type": "default"}, {"rope_type": "default"}),
@@ -253,7 +254,7 @@ def our_config(family: Family, theirs: dict[str, Any]) -> ModelConfig:
             raise UserError(f"config.json of a {family.name} model lacks {name}")
     bias = any(has_bias(family, place, theirs) for place in family.biased)
     try:
-        return ModelConfig(**COMMON_LAYOUT | family.layout | values, mlp=known[kind], bias=bias)
+        return ModelConfig(**family.layout | values, mlp=known[kind], bias=bias)
     except ValidationError as e:
         raise UserError("config.json: " + "; ".join(explain(err) for err in e.errors())) from None
 
@@ -363,9 +364,19 @@ def stored(family: Family, ours: str, t: Tensor) -> Tensor:
 
 
 def obstacles(family: Family, config: ModelConfig) -> dict[str, tuple[Any, Any]]:
-    """The fields in which the model is none of the family: {field: (what it is, what the family needs)}."""
-    ours = resolved(config)
-    needed = COMMON_LAYOUT | family.layout
+    """The fields in which the model is none of the family: {field: (what it is, what the family needs)}.
+
+    A switch that the family says nothing of must have its default.
+    """
+    free = (
+        *OF_A_RUN,
+        *family.fields,
+        "bias",
+        "rope_theta",
+    )  # theta: every family that rotates has a field for it
+    needed = {
+        f.name: f.default for f in dataclasses.fields(ModelConfig) if f.name not in free
+    } | family.layout
     known = tuple(family.activation[1].values())
     needed["mlp"] = config.mlp if config.mlp in known else known[0]
     if "n_kv_head" not in family.fields:
@@ -374,6 +385,7 @@ def obstacles(family: Family, config: ModelConfig) -> dict[str, tuple[Any, Any]]
         needed["head_dim"] = config.n_embd // config.n_head
     if family.even_heads:
         needed["n_embd"] = -(-config.n_embd // config.n_head) * config.n_head
+    ours = resolved(config)
     return {name: (ours[name], value) for name, value in needed.items() if ours[name] != value}
 
 
@@ -394,7 +406,10 @@ def family_for(config: ModelConfig) -> Family:
         f"{name} would if " + " and ".join(f"{k} were {need}, not {have}" for k, (have, need) in what.items())
         for name, what in nearest.items()
     ]
-    raise UserError(f"no family of transformers expresses this model; {'; '.join(ways)}")
+    raise UserError(
+        f"no family of transformers expresses this model; {'; '.join(ways)}; docs/interchange.md exports any model "
+        "with torch.export"
+    )
 
 
 def their_config(family: Family, config: ModelConfig) -> dict[str, Any]:

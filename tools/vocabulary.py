@@ -5,20 +5,26 @@ that of the tokenizers library: byte-level BPE spells each byte as a printable c
 """
 
 import json
+import re
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from base.cli import UserError
-from data import load_tokenizer
-from data.tokenizer import SEPARATOR_TEXT
+import numpy as np
 
-FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "vocab.json",
-    "merges.txt",
-)  # what a model's folder may hold
+from base.cli import UserError
+from data.tokenizer import (
+    SEPARATOR_TEXT,
+    TOKENIZER_JSON,
+    CharTokenizer,
+    JsonTokenizer,
+    Tokenizer,
+    load_tokenizer,
+    tokenizer_meta,
+)
+
+BESIDE = (TOKENIZER_JSON, "tokenizer_config.json")
+FILES = (*BESIDE, "vocab.json", "merges.txt")  # what a model's folder may hold
 GPT2 = ("gpt2", "r50k_base")  # tiktoken's two names of one vocabulary
 SIZES = {"byte": 257, "gpt2": 50257}  # of the vocabularies that are known again
 
@@ -70,19 +76,38 @@ def ranks(tokenizer: Any) -> dict[bytes, int]:
     return tokenizer.mergeable_ranks
 
 
-def tokenizer_files(tokenizer: Any, block_size: int) -> dict[str, str]:
+def tokenizer_files(tokenizer: Tokenizer, block_size: int) -> dict[str, str]:
     """The text of tokenizer.json and tokenizer_config.json by file name.
 
     The same ids as ours, but for one thing that the format cannot say: <|endoftext|> inside a text is the
     separator there, and ordinary text here.
     """
+    about = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": block_size,
+    }
+    if isinstance(tokenizer, JsonTokenizer):
+        text = tokenizer.meta["json"]
+        added = {token["id"]: token["content"] for token in json.loads(text)["added_tokens"]}
+        about |= {"eos_token": added[tokenizer.separator]} if tokenizer.separator in added else {}
+    else:
+        text = json.dumps(described(tokenizer), ensure_ascii=False)
+        about |= (
+            {} if tokenizer.separator is None else {"bos_token": SEPARATOR_TEXT, "eos_token": SEPARATOR_TEXT}
+        )
+    return dict(zip(BESIDE, (text, json.dumps(about, indent=2)), strict=True))
+
+
+def described(tokenizer: Tokenizer) -> dict[str, Any]:
+    """A tokenizer of ours as the content of a tokenizer.json."""
     tokens = vocabulary(tokenizer)
     bytewise = tokenizer.name != "char"
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     separator = {"id": tokenizer.separator, "content": SEPARATOR_TEXT} | flags
     rules = merges(ranks(tokenizer)) if bytewise else []
-    body = {
+    return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
@@ -92,17 +117,6 @@ def tokenizer_files(tokenizer: Any, block_size: int) -> dict[str, str]:
         "post_processor": None,
         "decoder": level if bytewise else {"type": "Fuse"},
         "model": {"type": "BPE", "vocab": tokens, "merges": [f"{a} {b}" for a, b in rules]},
-    }
-    about = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": block_size,
-    }
-    if bytewise:
-        about |= {"bos_token": SEPARATOR_TEXT, "eos_token": SEPARATOR_TEXT}
-    return {
-        "tokenizer.json": json.dumps(body, ensure_ascii=False),
-        "tokenizer_config.json": json.dumps(about, indent=2),
     }
 
 
@@ -121,17 +135,58 @@ def their_vocabulary(folder: Path) -> dict[str, int] | None:
 
 
 def recognize(folder: Path) -> tuple[dict | None, str]:
-    """(our tokenizer's meta, or None, and why) of the tokenizer files in a model's folder."""
+    """(the meta of the tokenizer in a model's folder, or None, and why).
+
+    One of ours where it is the same, and else its tokenizer.json as it stands.
+    """
     theirs = their_vocabulary(folder)
     if theirs is None:
         return None, "it has no tokenizer file that lists a vocabulary"
+    problem = f"its vocabulary of {len(theirs)} tokens is none that this repository knows"
     name = next((name for name, size in SIZES.items() if size == len(theirs)), None)
-    if name is None:
-        return None, f"its vocabulary of {len(theirs)} tokens is none that this repository knows"
     try:
-        same = vocabulary(load_tokenizer({"name": name})) == theirs
+        if name and vocabulary(load_tokenizer({"name": name})) == theirs:
+            return {"name": name}, ""
+        problem = f"its vocabulary is as large as {name}'s, but another one" if name else problem
+        if (folder / TOKENIZER_JSON).exists():
+            return tokenizer_meta(str(folder)), ""
     except UserError as e:
-        return None, f"whether its vocabulary is {name}'s could not be checked: {e}"
-    return (
-        ({"name": name}, "") if same else (None, f"its vocabulary is as large as {name}'s, but another one")
-    )
+        problem = f"its vocabulary could not be checked: {e}"
+    return None, problem
+
+
+def token_bytes(tokenizer: Tokenizer) -> np.ndarray | None:
+    """How many bytes of UTF-8 each id writes, int64 [vocab_size]; 0 for one that is no text, as the separator.
+
+    None for a tokenizer.json that does not write text byte by byte.
+    """
+    sizes = np.zeros(tokenizer.vocab_size, np.int64)
+    if isinstance(tokenizer, JsonTokenizer):
+        return json_bytes(json.loads(tokenizer.meta["json"]), sizes)
+    if isinstance(tokenizer, CharTokenizer):
+        sizes[:] = [len(c.encode("utf-8", "surrogatepass")) for c in tokenizer.characters]
+        return sizes
+    for token, i in ranks(tokenizer).items():
+        sizes[i] = len(token)
+    return sizes
+
+
+def json_bytes(body: dict[str, Any], sizes: np.ndarray) -> np.ndarray | None:
+    """The sizes of a tokenizer.json: byte-level BPE, or SentencePiece's spelling with bytes to fall back on."""
+    decoder = json.dumps(body.get("decoder"))
+    if '"ByteLevel"' in decoder:
+        size = len
+    elif '"ByteFallback"' in decoder:
+        size = spelled_bytes
+    else:
+        return None
+    for token, i in dict(body["model"]["vocab"]).items():
+        sizes[i] = size(token)
+    for token in body["added_tokens"]:
+        sizes[token["id"]] = 0 if token["special"] else len(token["content"].encode("utf-8"))
+    return sizes
+
+
+def spelled_bytes(token: str) -> int:
+    """<0x0A> is a byte, and U+2581 a space."""
+    return 1 if re.fullmatch("<0x[0-9A-F]{2}>", token) else len(token.replace("\u2581", " ").encode("utf-8"))

@@ -43,9 +43,9 @@ class Observed(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor, watch: bool) -> tuple[Tensor, Tensor | None]:
         if not watch:
-            return self.model.loss(tokens, targets), None
+            return self.model.loss(tokens, targets)[0], None
         lengths: list[Tensor] = []
-        loss = self.model.loss(tokens, targets, watch=lambda x: lengths.append(row_norms(x)))
+        loss, _ = self.model.loss(tokens, targets, watch=lambda x: lengths.append(row_norms(x)))
         return loss, torch.stack(lengths).square().mean((1, 2)) / self.model.config.n_embd
 
 

@@ -85,7 +85,7 @@ class Skipping:
 
 
 def learning_rate(step: int, config: OptimConfig) -> float:
-    """The rate of optimizer step `step`, counted from 0; the first is lr / warmup_iters, the last min_lr.
+    """The rate of optimizer step `step`, counted from 0; the first is lr / warmup_iters, the last end_lr.
 
     A run that ends as its warm-up does ends at lr.
 
@@ -102,4 +102,4 @@ def learning_rate(step: int, config: OptimConfig) -> float:
         begin = max(begin, last - config.max_iters // 5)
     progress = 1.0 if step >= last else max(step - begin, 0) / max(last - begin, 1)
     shape = {"cosine": 0.5 * (1 + math.cos(math.pi * progress)), "wsd": 1 - progress}[config.schedule]
-    return config.min_lr + shape * (config.lr - config.min_lr)
+    return config.end_lr + shape * (config.lr - config.end_lr)

@@ -9,14 +9,14 @@ operator, so the gradient of the sum would lack what reaches it through the norm
 """
 
 import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from data.batches import EvalWindows
-from model import GPT, Norm
+from model import GPT, Join, Norm
 from training.distributed import is_shard
 from training.dynamics import PartNorms, local, mean_square
 from training.metrics import branch_names, depth_names
@@ -48,7 +48,7 @@ class Probe:
         if self.before is not None:
             values |= update_ratios(self.norms, self.before)
             self.before = None
-        with evaluating(self.model), torch_norms(self.layers.values()):
+        with evaluating(self.model), torch_norms(self.model):
             with observed(self.model) as (joins, scores):  # but not the forwards that backward may repeat
                 _, loss = self.model(self.tokens, self.targets)
             values |= joins.values() | scores.values()
@@ -68,16 +68,17 @@ def evaluating(model: GPT):
 
 
 @contextlib.contextmanager
-def torch_norms(norms: Collection[Norm]):
-    """The norms and their joins on PyTorch's operators, and afterwards on what they ran before."""
-    was = [norm.how for norm in norms]
-    for norm in norms:
-        norm.how = norm.how | {"impl": "torch"}
+def torch_norms(model: GPT):
+    """The norms and joins on PyTorch's operators, and afterwards on what they ran before."""
+    modules = [m for m in model.modules() if isinstance(m, Norm | Join)]
+    was = [module.impl for module in modules]
+    for module in modules:
+        module.impl = "torch"
     try:
         yield
     finally:
-        for norm, how in zip(norms, was, strict=True):
-            norm.how = how
+        for module, impl in zip(modules, was, strict=True):
+            module.impl = impl
 
 
 class JoinRecord:
@@ -93,7 +94,7 @@ class JoinRecord:
         (x, s), (y, _) = inputs, outputs
         self.streams += [y] if self.streams else [x, y]
         with torch.no_grad():
-            added = join.out_norm(s) if hasattr(join, "out_norm") else s
+            added = s if join.out_norm is None else join.out_norm(s)
             self.added.append(mean_square(added).sqrt())
             self.angles.append(mean_angle(x, y))
 
