@@ -15,13 +15,12 @@ import train
 from base.cli import UserError
 from configs import load_config
 from data import prepare
-from model import GPT, BatchNorm, ModelConfig
+from model import GPT, PLACEMENTS, BatchNorm, ModelConfig
 from training import distributed, runtime
 from training.checkpoint import load_model
 from training.model_file import model_weights
 
 SMALL = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 8, "vocab_size": 23, "norm": "batchnorm"}
-PLACEMENTS = ("pre", "post", "output", "sandwich")
 
 
 def build(**switches) -> GPT:
@@ -81,7 +80,7 @@ def test_half_precision_is_normalized_in_float32():
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_every_placement_is_the_one_equation(placement):
     """y = N_post(x + N_out(S(N_in(x)))) with the norms that the placement has, written out with torch's own."""
-    model, stream = build(placement=placement).train(), []
+    model, stream, norms = build(placement=placement).train(), [], PLACEMENTS[placement]
 
     def n(module, x):
         y = F.batch_norm(x.flatten(0, 1), None, None, module.weight, module.bias, training=True, eps=1e-5)
@@ -91,12 +90,11 @@ def test_every_placement_is_the_one_equation(placement):
     x = model.pos_embed(model.embed(ids()))
     for k, (branch, join) in enumerate(zip(model.branches, model.joins, strict=True)):
         norm_in = model.entry if k == 0 else model.joins[k - 1].next_norm
-        s = branch(n(norm_in, x) if placement in ("pre", "sandwich") else x)
-        if placement in ("output", "sandwich"):
-            s = n(join.out_norm, s)
-        x = n(join.post_norm, x + s) if placement == "post" else x + s
+        s = branch(n(norm_in, x) if "in" in norms else x)
+        x = x + (n(join.out_norm, s) if "out" in norms else s)
+        x = n(join.post_norm, x) if "post" in norms else x
         assert torch.allclose(stream[k + 1], x, rtol=0, atol=1e-5)
-    h = x if placement == "post" else n(model.joins[-1].next_norm, x)
+    h = x if "post" in norms else n(model.joins[-1].next_norm, x)
     assert torch.allclose(logits, model.head(h), rtol=0, atol=1e-5)
 
 

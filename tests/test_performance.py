@@ -116,7 +116,8 @@ def test_nothing_is_read_back_between_logs(data, optimizer):
 def test_the_model_compiles_without_a_graph_break(data, norm):
     """Four layers, whose eight branches have a placement each."""
     qk_norm = "head" if NORMS[norm].per_token else "off"
-    made = trainer(data, "--norm", norm, "--placement", " ".join(PLACEMENTS), "--qk-norm", qk_norm)
+    placement = ("--placement", " ".join(PLACEMENTS), "--force-placement")
+    made = trainer(data, "--norm", norm, *placement, "--qk-norm", qk_norm)
     assert made.config.model.placements == tuple(PLACEMENTS)
     torch._dynamo.reset()
     tokens, targets = made.batches.batch(0, range(2))
@@ -149,7 +150,6 @@ def test_a_step_faults_no_page_in_again(data):
         from training.runtime import Runtime, start
         from training.trainer import Trainer
         from data import open_dataset
-from model import NORMS, PLACEMENTS
 
         flags = ["configs/shakespeare_char_cpu.toml", "--vocab-size", "65", "--dataset", sys.argv[1]]
         config, runtime = start(load_config([*flags, "--device", "cpu"]))

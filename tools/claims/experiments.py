@@ -114,7 +114,7 @@ def panels(curves: dict[str, list[Curve]], size: tuple[float, float], ylabel: st
                 y,
                 color=color,
                 lw=1,
-                marker="." if len(x) < 40 else "",
+                marker="." if 2 < len(x) < 40 else "",
                 label=None if label in shown else label,
             )
             shown.add(label)
