@@ -32,9 +32,11 @@ from base.cli import (
     checked,
     did_you_mean,
     explain,
+    explanation,
     flags_from,
     nearest,
     require,
+    sentence,
     underflows,
 )
 from data import DataConfig
@@ -350,14 +352,14 @@ def clauses(mistake: ValidationError, section: str) -> str:
             found.append(f"{name} belongs under [{OWNER[name]}], not [{section}]")
         else:
             found.append(f"unknown key {name}{did_you_mean(name, OWNER)}")
-    return "; ".join(found)
+    return sentence(found)
 
 
 def command_line(cls: Any, argv: Sequence[str], prog: str, description: str | None = None) -> Any:
     try:
         return read_flags(cls, argv, prog, description or cls.__doc__, UserError)
     except ValidationError as e:
-        raise UserError("; ".join(explain(error) for error in e.errors())) from None
+        raise UserError(explanation(e)) from None
 
 
 def to_toml(config: Config) -> str:

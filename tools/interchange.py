@@ -14,7 +14,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from base.cli import UserError, explain
+from base.cli import UserError, explanation
 from model import GPT, ModelConfig
 from training.model_file import check_weights
 
@@ -256,7 +256,7 @@ def our_config(family: Family, theirs: dict[str, Any]) -> ModelConfig:
     try:
         return ModelConfig(**family.layout | values, mlp=known[kind], bias=bias)
     except ValidationError as e:
-        raise UserError("config.json: " + "; ".join(explain(err) for err in e.errors())) from None
+        raise UserError("config.json: " + explanation(e)) from None
 
 
 def modern_rope(theirs: dict[str, Any]) -> dict[str, Any]:
