@@ -21,9 +21,10 @@ from configs import Config, OptimConfig, RunConfig
 from data import ensure_prepared, open_dataset
 from model import GPT, Linear, ModelConfig
 from tools.claims.claim import Check, Experiment, Row, at_least, at_most, control, figure
+from training.dynamics import fetch
 from training.metrics import depth_names
+from training.parallel import Runtime
 from training.probe import Probe
-from training.runtime import Runtime
 from training.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -136,7 +137,7 @@ def growth(job: Row) -> Row:
     for step in range(LOOKED_AT[-1] + 1):
         values = trainer.step(step, watch=step in LOOKED_AT)
         if step in LOOKED_AT:
-            row = trainer.row(values, step)
+            row = fetch(values)
             rms.append([row[depth] for depth in DEPTHS])
     return {"rms": rms}
 
@@ -243,22 +244,15 @@ VARIANTS = {
 }
 
 
-def unigram_entropy(tokens: torch.Tensor, vocab_size: int) -> float:
-    """The loss, in nats, of a model that knows how frequent each token is and nothing else."""
-    frequency = torch.bincount(tokens, minlength=vocab_size) / len(tokens)
-    return torch.special.entr(frequency).sum().item()
-
-
 def warm_up(job: Row) -> Row:
     """The training loss every few steps, its mean over the last ones, and the unigram entropy of the data."""
     model, warmup = VARIANTS[job["variant"]]
     trainer = short_run(model | {"n_layer": job["n_layer"]}, job["seed"], job["lr"], warmup)
-    losses = [trainer.step(step, watch=False)["loss"].item() for step in range(STEPS)]
-    tokens, _ = trainer.windows.batch(range(len(trainer.windows)))
+    losses = [trainer.step(step, watch=False)["train/loss"].item() for step in range(STEPS)]
     return {
         "loss": losses[::SPACING],
         "final": sum(losses[-AVERAGED:]) / AVERAGED,
-        "unigram": unigram_entropy(tokens.flatten(), trainer.config.model.vocab_size),
+        "unigram": trainer.unigram_entropy(),
     }
 
 
@@ -333,7 +327,7 @@ def logits(job: Row) -> Row:
         if step % LOGIT_SPACING == 0:
             seen = probe.measure()
             largest.append(max(v for name, v in seen.items() if name.startswith("attn_logit_max/")))
-        losses.append(trainer.step(step, watch=False)["loss"].item())
+        losses.append(trainer.step(step, watch=False)["train/loss"].item())
     measured = {"logit": largest, "final": sum(losses[-AVERAGED:]) / AVERAGED}
     return measured if job["qk_norm"] == "off" else measured | {"bound": qk_bound(trainer.model)}
 

@@ -22,11 +22,11 @@ from tools.claims.small import (
 )
 from tools.claims.values import after_new_suffix
 from tools.fold import Converted, fold, last_linear, ln_to_rms, readers
-from training.model_file import model_weights
+from training.checkpoint import model_weights
 from training.optimizer import make_optimizer
 from training.probe import norm_names
 
-FOLDS = [placement for placement, norms in PLACEMENTS.items() if "post" not in norms]
+FOLDS = [placement for placement, norms in PLACEMENTS.items() if "in" in norms or "post" not in norms]
 LAYOUTS = [
     {"norm": kind, "placement": placement, "qk_norm": qk_norm}
     for kind in NAMES
@@ -145,14 +145,15 @@ def folding():
             folded = fold(model)
             yield at_most(f"{placement}, {name}: change of the logits", difference(folded, model), 1e-5)
             own = model_weights(model)
-            gains = {f"{norm}.weight": own[f"{norm}.weight"] for norm, _ in readers(model.config)}
+            gains = {f"{norm}.weight": own[f"{norm}.weight"] for norm, _ in readers(model)}
             twice = difference(replace(folded, weights=folded.weights | gains), model)
             yield control(at_most(f"{placement}, {name}: with the gain in the norm as well", twice, 1e-5))
         model = tracked(placement=placement)
         yield at_most(f"{placement}, BatchNorm: change of the logits", difference(fold(model), model), 1e-5)
-    for kind, name in NAMES.items():
-        model = small_model(torch.float32, norm=kind, placement="post")
-        yield equal(f"post, {name}: the fold refuses", refuses(fold, model), True)
+    for placement in [placement for placement in PLACEMENTS if placement not in FOLDS]:
+        for kind, name in NAMES.items():
+            model = small_model(torch.float32, norm=kind, placement=placement)
+            yield equal(f"{placement}, {name}: the fold refuses", refuses(fold, model), True)
 
 
 @torch.no_grad()
