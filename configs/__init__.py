@@ -32,7 +32,6 @@ from base.cli import (
     checked,
     did_you_mean,
     explain,
-    explanation,
     flags_from,
     nearest,
     require,
