@@ -38,10 +38,29 @@ PLACEMENTS = {  # which norms of the equation a branch has
     "out_post": frozenset({"out", "post"}),
     "all": frozenset({"in", "out", "post"}),
 }
+
+
+def having(norm: str, present: bool = True) -> list[str]:
+    return [name for name, norms in PLACEMENTS.items() if (norm in norms) == present]
+
+
+SCALES = {  # of --residual-scale: (branch k from 0, L) -> a, b, c; and the placements that the method is for
+    "one": (lambda k, L: (1.0, 1.0, 1.0), PLACEMENTS),
+    # Wang et al. 2022, "DeepNet: Scaling Transformers to 1,000 Layers"
+    "deepnorm": (lambda k, L: ((2 * L) ** 0.25, 1.0, 1.0), ["post"]),
+    # Sun et al. 2025, "The Curse of Depth in Large Language Models"
+    "lns": (lambda k, L: (1.0, 1.0, (k // 2 + 1) ** -0.5), having("in")),
+    # Chen and Wei 2026, "Post-LayerNorm Is Back: Stable, ExpressivE, and Deep"
+    "keel": (lambda k, L: (2.0 * L, 1.0, 1.0), ["keel"]),
+    # Beam in transformers: equal parts of the k + 2 terms of the stream, of which the embedding is the first
+    "depth": (lambda k, L: (((k + 1) / (k + 2)) ** 0.5, (k + 2) ** -0.5, 1.0), having("post", False)),
+}
+
+
 TANH_GELU = partial(F.gelu, approximate="tanh")
 ACTIVATIONS = {"gelu": F.gelu, "gelu_tanh": TANH_GELU, "swiglu": F.silu, "geglu": TANH_GELU}
 GATED = ("swiglu", "geglu")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"auto": torch.float32} | {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -89,7 +108,7 @@ class ModelConfig:
     """A norm directly after the embedding."""
     embed_scale: Positive | Literal["sqrt_dim"] = 1.0
     """Factor of the token embedding; sqrt_dim: sqrt(n_embd), as Gemma."""
-    residual_scale: Positive | Literal["one", "deepnorm", "lns", "keel", "depth"] = "one"
+    residual_scale: Positive | Annotated[str, AfterValidator(OneOf(SCALES))] = "one"
     """Factors a, b, c by depth. A number is b. deepnorm: a = (2L)^(1/4), branches start (8L)^(-1/4) times smaller.
     lns: c = 1/sqrt(layer). keel: a = 2L. depth: a = sqrt((k-1)/k), b = 1/sqrt(k) at the k-th term of the stream."""
     pos: Literal["learned", "rope"] = "learned"
@@ -156,14 +175,6 @@ class ModelConfig:
             return self.mlp_hidden
         return -(-8 * self.n_embd // 24) * 8 if self.mlp in GATED else 4 * self.n_embd
 
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        return DTYPES.get(self.dtype, torch.float32)
-
-    @property
-    def stream_dtype(self) -> torch.dtype:
-        return self.compute_dtype if self.residual_dtype == "compute" else torch.float32
-
     def factors(self, branch: int) -> tuple[float, float, float]:
         """a, b and c of the equation for a branch, counted from 0 at the bottom."""
         scale = self.residual_scale
@@ -172,9 +183,8 @@ class ModelConfig:
     def branch_init(self, branch: int) -> tuple[float, float]:
         """What the initialization of a branch's inner (v, up, gate) and last (out, down) linears is multiplied by.
 
-        A stream that sums 2L bare branches ends each 1/sqrt(2L) smaller (GPT-2), unless factors by depth do that
-        (Sun et al. 2025, table 4). N_out fixes the branch's scale, and N_post that of the sum. DeepNorm's beta: Wang
-        et al. 2022, decoder-only row of figure 2.
+        A stream that sums 2L bare branches ends each 1/sqrt(2L) smaller (GPT-2), unless factors by depth do that (Sun
+        et al. 2025, table 4). DeepNorm's beta: Wang et al. 2022, decoder-only row of figure 2.
         """
         if self.residual_scale == "deepnorm":
             return (8 * self.n_layer) ** -0.25, (8 * self.n_layer) ** -0.25
@@ -182,46 +192,25 @@ class ModelConfig:
         return 1.0, (2 * self.n_layer) ** -0.5 if bare else 1.0
 
 
-def having(norm: str, present: bool = True) -> list[str]:
-    return [name for name, norms in PLACEMENTS.items() if (norm in norms) == present]
-
-
-SCALES = {  # of --residual-scale: (branch k from 0, L) -> a, b, c; and the placements that the method is for
-    "one": (lambda k, L: (1.0, 1.0, 1.0), PLACEMENTS),
-    # Wang et al. 2022, "DeepNet: Scaling Transformers to 1,000 Layers"
-    "deepnorm": (lambda k, L: ((2 * L) ** 0.25, 1.0, 1.0), ["post"]),
-    # Sun et al. 2025, "The Curse of Depth in Large Language Models"
-    "lns": (lambda k, L: (1.0, 1.0, (k // 2 + 1) ** -0.5), having("in")),
-    # Chen and Wei 2026, "Post-LayerNorm Is Back: Stable, ExpressivE, and Deep"
-    "keel": (lambda k, L: (2.0 * L, 1.0, 1.0), ["keel"]),
-    # Beam in transformers: equal parts of the k + 2 terms of the stream, of which the embedding is the first
-    "depth": (lambda k, L: (((k + 1) / (k + 2)) ** 0.5, (k + 2) ** -0.5, 1.0), having("post", False)),
-}
-
-
 def spread(pattern: str, n_layer: int) -> tuple[str, ...]:
     """The placements of 2 n_layer branches, from the bottom, that a pattern names. Raises ValueError.
 
     One name is for all branches, "post*6 pre*18" counts them, "attn:post mlp:none" tells attention and MLPs apart.
     """
-    kinds = re.fullmatch(r"\s*attn:(\S*)\s+mlp:(\S*)\s*", pattern)
-    one = re.fullmatch(r"\s*[^\s*:]+\s*", pattern)
-    words = (
-        kinds.groups() * n_layer
-        if kinds
-        else [f"{pattern.strip()}*{2 * n_layer}"]
-        if one
-        else pattern.split()
-    )
-    parts = (re.fullmatch(r"(.+?)(?:\*(\d{1,9}))?", word).groups("1") for word in words)
-    runs = [(name, int(count)) for name, count in parts]
-    for name, _ in runs:
-        hint = did_you_mean(name, PLACEMENTS) or f" ({', '.join(PLACEMENTS)})"
+    words, branches = pattern.split(), 2 * n_layer
+    kinds = re.fullmatch(r"attn:(\S+) mlp:(\S+)", " ".join(words))
+    if kinds:
+        words = kinds.groups() * n_layer
+    elif len(words) == 1 and "*" not in pattern:
+        words = [f"{words[0]}*{branches}"]
+    counts = [re.fullmatch(r"(.+?)(?:\*(\d{1,9}))?", word).groups("1") for word in words]
+    for name, _ in counts:
+        hint = did_you_mean(name, PLACEMENTS) or f" ({', '.join(PLACEMENTS)}; post*6 pre*18)"
         require(name in PLACEMENTS, f"placement {pattern!r}: {name!r} is not a placement{hint}")
-    named = sum(count for _, count in runs)
-    made = f"n_layer {n_layer} makes {2 * n_layer}"
-    require(named == 2 * n_layer, f"placement {pattern!r} names {named} branches, and {made}")
-    return tuple(name for name, count in runs for _ in range(count))
+    named = f"placement {pattern!r} names {sum(int(count) for _, count in counts)} branches"
+    names = tuple(name for name, count in counts for _ in range(min(int(count), branches + 1)))
+    require(len(names) == branches, f"{named}; n_layer {n_layer} makes {branches}")
+    return names
 
 
 def unless_float64(x: Tensor, dtype: torch.dtype) -> torch.dtype:
@@ -399,8 +388,7 @@ class NoNorm(Norm):
         return x
 
 
-NORMS |= {"layernorm": LayerNorm, "rmsnorm": RMSNorm, "batchnorm": BatchNorm}
-NORMS |= {"dyt": DyT, "derf": Derf, "none": NoNorm}
+NORMS.update(layernorm=LayerNorm, rmsnorm=RMSNorm, batchnorm=BatchNorm, dyt=DyT, derf=Derf, none=NoNorm)
 
 
 def make_norm(dim: int, config: ModelConfig, *how) -> Norm:
@@ -466,9 +454,8 @@ class Attention(nn.Module):
 
     def forward(self, h: Tensor) -> Tensor:  # [B, T, D]
         q, k, v = self.qkv(h).split(self.sizes, dim=-1)
-        q_width, k_width = self.norm_widths
-        q = self.rotate(self.heads(self.q_norm(q.unflatten(-1, (-1, q_width)))))
-        k = self.rotate(self.heads(self.k_norm(k.unflatten(-1, (-1, k_width)))))
+        q = self.rotate(self.heads(self.q_norm(q.unflatten(-1, (-1, self.norm_widths[0])))))
+        k = self.rotate(self.heads(self.k_norm(k.unflatten(-1, (-1, self.norm_widths[1])))))
         dropout = self.dropout.p if self.training else 0.0
         v = self.heads(self.v_norm(v.unflatten(-1, (-1, self.head_dim))))
         y = kernels.attend(q, k, v, dropout=dropout, impl=self.impl)
@@ -516,8 +503,8 @@ class Join(nn.Module):
         super().__init__()
         norms = PLACEMENTS[config.placements[branch]]
         self.a, self.b, _ = config.factors(branch)
-        out_gain = (2 * config.n_layer) ** -0.5 if config.out_gain_init == "depth" else config.out_gain_init
-        self.out_norm = make_norm(config.n_embd, config, 1.0, out_gain) if "out" in norms else None
+        start = (2 * config.n_layer) ** -0.5 if config.out_gain_init == "depth" else config.out_gain_init
+        self.out_norm = make_norm(config.n_embd, config, 1.0, start) if "out" in norms else None
         self.post_norm = make_norm(config.n_embd, config) if "post" in norms else None
         self.next_norm = next_norm(config, branch + 1)
         self.add, self.eps, self.impl = NORMS[config.norm].join, config.norm_eps, config.kernel
@@ -547,11 +534,8 @@ class LearnedPositions(nn.Module):
         return x + self.weight[: x.size(1)]
 
 
-Watch = Callable[[Tensor], None]  # is called with the stream [B, T, D] at every depth
-
-
 def unwatched(x: Tensor) -> None:
-    """Nobody looks."""
+    """Nobody looks at the stream [B, T, D]."""
 
 
 class GPT(nn.Module):
@@ -562,7 +546,8 @@ class GPT(nn.Module):
         assert config.vocab_size > 0, "0 stands for the data set's, and is resolved before the model"
         self.config, self.softcap = config, config.logit_softcap
         self.embed_scale = config.n_embd**0.5 if config.embed_scale == "sqrt_dim" else config.embed_scale
-        self.stream_dtype, self.compute_dtype = config.stream_dtype, config.compute_dtype
+        self.compute_dtype = DTYPES[config.dtype]
+        self.stream_dtype = self.compute_dtype if config.residual_dtype == "compute" else torch.float32
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
         nn.init.normal_(self.embed.weight, std=0.02)
         self.pos_embed = LearnedPositions(config) if config.pos == "learned" else nn.Identity()
@@ -570,14 +555,15 @@ class GPT(nn.Module):
         self.dropout = Dropout(config.dropout)
         self.entry = next_norm(config, 0) or Cast()
         branches = range(2 * config.n_layer)
-        kinds = (Attention, MLP)
-        self.branches = nn.ModuleList(kinds[k % 2](config, config.branch_init(k)) for k in branches)
+        self.branches = nn.ModuleList(
+            (Attention, MLP)[k % 2](config, config.branch_init(k)) for k in branches
+        )
         self.joins = nn.ModuleList(Join(config, k) for k in branches)
         self.head = Linear(config.n_embd, config.vocab_size, config.head_bias)
         if config.tie_embeddings:
             self.head.weight = self.embed.weight
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None, watch: Watch = unwatched):
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, watch: Callable = unwatched):
         """Logits [B, T, V] in float32, and the mean cross-entropy in nats over the targets that are not -1.
 
         tokens, targets: int64 [B, T]. T may not exceed block_size. The depths that `watch` sees are after the
@@ -586,13 +572,13 @@ class GPT(nn.Module):
         logits = self.logits(self.read(tokens, watch))
         return logits, None if targets is None else cross_entropy(logits.flatten(0, 1), targets.flatten())[0]
 
-    def loss(self, tokens: Tensor, targets: Tensor, watch: Watch = unwatched, z_loss: float = 0.0):
+    def loss(self, tokens: Tensor, targets: Tensor, watch: Callable = unwatched, z_loss: float = 0.0):
         """(the loss of `forward` + z_loss * mean logsumexp^2, the second term alone), without all logits in memory."""
         h, head = self.read(tokens, watch).flatten(0, 1), self.head
         how = {"softcap": self.softcap, "z_loss": z_loss}
         return linear_cross_entropy(h, head.weight, head.bias, targets.flatten(), **how)
 
-    def read(self, tokens: Tensor, watch: Watch) -> Tensor:
+    def read(self, tokens: Tensor, watch: Callable) -> Tensor:
         """What the head reads [B, T, D], after the last join."""
         assert tokens.size(1) <= self.config.block_size, "more tokens than block_size"
         x = self.dropout(self.embed_norm(self.pos_embed(times(self.embed_scale, self.embed(tokens)))))

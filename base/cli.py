@@ -50,7 +50,10 @@ class UserError(ValueError):
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """The known name that `name` may have been meant to be, or an empty string."""
-    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=0.7)), "")
+    spelled = {word.casefold(): word for word in known}
+    return next(
+        (spelled[w] for w in difflib.get_close_matches(name.casefold(), spelled, n=1, cutoff=0.7)), ""
+    )
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -350,7 +353,21 @@ def checked(cls: type[T], values: dict[str, Any]) -> T:
     try:
         return TypeAdapter(cls).validate_python(values, strict=False)
     except ValidationError as e:
-        raise UserError("; ".join(explain(error, flag=True) for error in e.errors())) from None
+        raise UserError(explanation(e, flag=True)) from None
+
+
+def explanation(mistake: ValidationError, flag: bool = False) -> str:
+    """All of pydantic's errors in one sentence."""
+    return sentence(explain(error, flag) for error in mistake.errors())
+
+
+def sentence(clauses: Iterable[str]) -> str:
+    """Clauses of `explain` joined: a value that fits none of several types has one, with all that it may be."""
+    found: dict[str, str] = {}
+    for clause in clauses:
+        fault, must, allowed = clause.partition("; it must be ")
+        found[fault] = f"{found[fault]} or {allowed}" if fault in found else fault + must + allowed
+    return "; ".join(found.values())
 
 
 def explain(error: dict, flag: bool = False) -> str:

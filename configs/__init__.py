@@ -35,10 +35,10 @@ from base.cli import (
     flags_from,
     nearest,
     require,
+    sentence,
     underflows,
 )
 from data import DataConfig
-from data.command_line import read_flags
 from model import ModelConfig
 
 Interval = Annotated[int, Field(ge=0)]
@@ -114,7 +114,9 @@ class RunConfig:
     probe_interval: Interval = 250
     """Steps between closer looks (attention, angles, gradients of the stream), also at 0 and at the end; 0: never."""
     max_loss_rise: Amount = 3.0
-    """Stop when the loss, after the warm-up, is so many nats above the lowest logged one; 0 lets it rise."""
+    """Report, and keep for --replay, a loss so much above the lowest logged one after the warm-up; 0: never."""
+    max_rise_steps: Interval = 100
+    """Stop when the loss has stayed so high for so many steps; 1: at once, 0: never. Not finite is always at once."""
     eval_interval: Count = 250
     """Steps between evaluations; the last step is always evaluated."""
     eval_tokens: Count = 100_000
@@ -350,14 +352,7 @@ def clauses(mistake: ValidationError, section: str) -> str:
             found.append(f"{name} belongs under [{OWNER[name]}], not [{section}]")
         else:
             found.append(f"unknown key {name}{did_you_mean(name, OWNER)}")
-    return "; ".join(found)
-
-
-def command_line(cls: Any, argv: Sequence[str], prog: str, description: str | None = None) -> Any:
-    try:
-        return read_flags(cls, argv, prog, description or cls.__doc__, UserError)
-    except ValidationError as e:
-        raise UserError("; ".join(explain(error) for error in e.errors())) from None
+    return sentence(found)
 
 
 def to_toml(config: Config) -> str:

@@ -45,6 +45,13 @@ def test_every_recipe_loads_and_names_its_command(path):
         "layout_olmo2": ("rmsnorm", "output", "full"),
         "layout_qwen3": ("rmsnorm", "pre", "head"),
         "layout_sandwich": ("rmsnorm", "sandwich", "head"),
+        "layout_gemma3": ("rmsnorm", "sandwich", "head"),
+        "layout_trinity": ("rmsnorm", "sandwich", "head"),
+        "layout_keel": ("rmsnorm", "keel", "off"),
+        "layout_mix_ln": ("rmsnorm", "post*2 pre*6", "off"),
+        "layout_hybrid_norm": ("rmsnorm", "attn:post mlp:none", "head"),
+        "layout_lns": ("rmsnorm", "pre", "off"),
+        "layout_dyt": ("dyt", "pre", "off"),
     }.items(),
 )
 def test_the_layouts_of_known_models(name, layout):
@@ -163,6 +170,12 @@ def test_auto_names_a_new_folder(tmp_path):
             "'dyt', 'derf' or 'none' (did you mean rmsnorm?)",
         ),
         ("--n-layer x", "--n-layer is x; it must be a whole number, such as 1000"),
+        (
+            "--residual-scale LNS",
+            "such as 0.001 or 'one', 'deepnorm', 'lns', 'keel' or 'depth' (did you mean lns?)",
+        ),
+        ("--out-gain-init -1", "--out-gain-init is -1; it must be above 0 or 'depth'"),
+        ("--placement post*6", "placement 'post*6' names 6 branches; n_layer 12 makes 24"),
         ("--n-layer 2.5", "--n-layer is 2.5; it must be a whole number"),
         ("--n-layer", "--n-layer is given without a value"),
         ("--lr fast", "--lr is fast; it must be a number, such as 0.001"),

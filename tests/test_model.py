@@ -6,27 +6,12 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from textbook import NORMS_OF, PATTERNS, placements_of, textbook
 
 from model import GPT, SCALES, ModelConfig
 
 SMALL = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 16, "vocab_size": 19}
 KINDS = ("layernorm", "rmsnorm")
-NORMS_OF = {  # written from the equation's names, not from the model's table
-    "none": "",
-    "pre": "in",
-    "post": "post",
-    "output": "out",
-    "sandwich": "in out",
-    "keel": "in post",
-    "out_post": "out post",
-    "all": "in out post",
-}
-PATTERNS = {  # the four branches of SMALL
-    "post*2 sandwich pre": ["post", "post", "sandwich", "pre"],
-    "none keel out_post all": ["none", "keel", "out_post", "all"],
-    "attn:post mlp:none": ["post", "none", "post", "none"],
-    "pre output*3": ["pre", "output", "output", "output"],
-}
 GRID = [
     dict(zip(("norm", "placement", "qk_norm", "pos", "mlp"), values, strict=True))
     for values in itertools.product(
@@ -53,100 +38,6 @@ def randomized(**switches) -> GPT:
 def tokens_and_targets(batch: int = 3, time: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
     ids = torch.randint(SMALL["vocab_size"], (batch, time + 1), generator=torch.Generator().manual_seed(2))
     return ids[:, :-1], ids[:, 1:]
-
-
-# ---- the textbook: y = N_post(a x + b N_out(S(c N_in(x)))), one sequence position at a time where that is plain
-
-
-def normalize(x, weights, name, config):
-    if config.norm == "layernorm":
-        centred = x - x.mean(-1, keepdim=True)
-        normal = centred / (centred.square().mean(-1, keepdim=True) + config.norm_eps).sqrt()
-    else:
-        normal = x / (x.square().mean(-1, keepdim=True) + config.norm_eps).sqrt()
-    return normal * weights[f"{name}.weight"] + weights.get(f"{name}.bias", 0.0)
-
-
-def rotate(x, theta):
-    """Complex multiplication of feature pairs (j, j + d/2) by exp(i t theta^(-2j/d))."""
-    time, width = x.shape[1], x.shape[-1]
-    pair = torch.complex(x[..., : width // 2], x[..., width // 2 :])
-    rate = theta ** (-2 * torch.arange(width // 2, dtype=torch.float64) / width)
-    angle = torch.arange(time, dtype=torch.float64)[:, None] * rate
-    turned = pair * torch.polar(torch.ones_like(angle), angle)[None, :, None, :]
-    return torch.cat((turned.real, turned.imag), -1)
-
-
-def linear(x, weights, name):
-    return x @ weights[f"{name}.weight"].T + weights.get(f"{name}.bias", 0.0)
-
-
-def textbook_attention(x, weights, name, config):
-    batch, time, _ = x.shape
-    heads, groups = config.n_head, config.n_kv_head or config.n_head
-    width = config.head_dim or config.n_embd // heads
-    qkv = linear(x, weights, f"{name}.qkv")
-    q, k, v = qkv.split([heads * width, groups * width, groups * width], -1)
-    if config.qk_norm == "full":
-        q, k = (
-            normalize(q, weights, f"{name}.q_norm", config),
-            normalize(k, weights, f"{name}.k_norm", config),
-        )
-    q, k, v = (t.reshape(batch, time, -1, width) for t in (q, k, v))
-    if config.qk_norm == "head":
-        q, k = (
-            normalize(q, weights, f"{name}.q_norm", config),
-            normalize(k, weights, f"{name}.k_norm", config),
-        )
-    if config.pos == "rope":
-        q, k = rotate(q, config.rope_theta), rotate(k, config.rope_theta)
-    mixed = []
-    for h in range(heads):
-        g = h // (heads // groups)
-        scores = q[:, :, h] @ k[:, :, g].transpose(1, 2) / math.sqrt(width)
-        scores = scores.masked_fill(torch.ones(time, time, dtype=torch.bool).triu(1), -math.inf)
-        mixed.append(scores.softmax(-1) @ v[:, :, g])
-    return linear(torch.cat(mixed, -1), weights, f"{name}.out")
-
-
-def textbook_mlp(x, weights, name, config):
-    up = linear(x, weights, f"{name}.up")
-    if config.mlp == "swiglu":
-        gate = linear(x, weights, f"{name}.gate")
-        return linear(gate * torch.sigmoid(gate) * up, weights, f"{name}.down")
-    if config.mlp == "gelu":
-        active = 0.5 * up * (1 + torch.erf(up / math.sqrt(2)))
-    else:
-        active = 0.5 * up * (1 + torch.tanh(math.sqrt(2 / math.pi) * (up + 0.044715 * up**3)))
-    return linear(active, weights, f"{name}.down")
-
-
-def placements_of(config) -> list[set[str]]:
-    names = PATTERNS.get(config.placement, [config.placement] * 2 * config.n_layer)
-    return [set(NORMS_OF[name].split()) for name in names]
-
-
-def textbook(weights, config, tokens, factors):
-    x = weights["embed.weight"][tokens]
-    if config.pos == "learned":
-        x = x + weights["pos_embed.weight"][: tokens.shape[1]]
-    if config.embed_norm:
-        x = normalize(x, weights, "embed_norm", config)
-    norms = placements_of(config)
-    for i, (a, b, c) in enumerate(factors):
-        branch = textbook_mlp if i % 2 else textbook_attention
-        h = x
-        if "in" in norms[i]:  # N_in of a branch is stored with the join below it
-            h = c * normalize(x, weights, f"joins.{i - 1}.next_norm" if i else "entry", config)
-        s = branch(h, weights, f"branches.{i}", config)
-        if "out" in norms[i]:
-            s = normalize(s, weights, f"joins.{i}.out_norm", config)
-        x = a * x + b * s
-        if "post" in norms[i]:
-            x = normalize(x, weights, f"joins.{i}.post_norm", config)
-    if "post" not in norms[-1]:
-        x = normalize(x, weights, f"joins.{len(norms) - 1}.next_norm", config)
-    return x @ weights.get("head.weight", weights["embed.weight"]).T
 
 
 def assert_textbook(model: GPT, factors: list[tuple[float, float, float]] | None = None) -> None:

@@ -46,8 +46,7 @@ from tools.interchange import (
     their_weights,
 )
 from tools.vocabulary import BESIDE, FILES, SIZES, recognize, tokenizer_files
-from training.checkpoint import find, load_model
-from training.model_file import model_weights, read_about, save_model, save_tensors
+from training.checkpoint import find, load_model, model_weights, read_about, save_model, save_tensors
 
 WRITTEN = ("model.safetensors", "config.json", *FILES)  # what a conversion writes, and may replace
 
@@ -64,7 +63,7 @@ class Target:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class FromHf(Target):
-    """A GPT-2, Llama, Qwen3 or OLMo 2 model of transformers, from a folder or from the Hugging Face hub."""
+    """A GPT-2, Llama, Qwen3, OLMo 2 or Gemma model of transformers, from a folder or from the Hugging Face hub."""
 
     source: Positional[str]
     """A folder with config.json and safetensors, or a model's name on the hub."""
