@@ -41,7 +41,7 @@ WITHOUT_WAIT = "cpu"  # the device whose numbers are there as soon as a step ret
 
 def main(argv: Sequence[str]) -> None:
     """Ends the process with one of the exit codes that training/run.py lists."""
-    runtime = None
+    config = runtime = None
     try:
         if not argv:
             raise UserError(
@@ -57,6 +57,10 @@ def main(argv: Sequence[str]) -> None:
         else:
             train(config, runtime, ["train.py", *argv])
     except UserError as e:
+        with contextlib.suppress(
+            AttributeError, OSError
+        ):  # a folder made for --run-name auto, if nothing is in it
+            Path(config.run.out_dir, config.run.run_name).rmdir()
         if runtime is None and not is_local_main():
             exit_quietly()  # the first process of this machine has found the same
         user_error(str(e))
