@@ -1,6 +1,5 @@
 """Folding and LayerNorm to RMSNorm: other weights, the same logits, and refusals where that would not be so."""
 
-
 import pytest
 import torch
 
