@@ -135,7 +135,7 @@ class Flag:
     @property
     def metavar(self) -> str:
         names = {int: "INT", float: "FLOAT", bool: ""}
-        kind = typing.get_args(self.kind)[0] if self.is_list else self.kind
+        kind = unannotated(typing.get_args(self.kind)[0]) if self.is_list else self.kind
         word = "{" + ",".join(self.choices) + "}" if self.choices else names.get(kind, self.name.upper())
         return f"{word} [{word} ...]" if self.is_list else word
 
