@@ -28,8 +28,6 @@ from base.cli import UserError
 from base.output import forgive_output
 from configs import Config, load_config, user_error
 from data import Dataset
-from tools.sample import Options as SampleOptions
-from tools.sample import continuations
 from training.clock import Clock, flops_per_token, peak_rate
 from training.divergence import EXIT_CODE, Diverged, Guard, replay
 from training.dynamics import fetch
@@ -37,6 +35,7 @@ from training.metrics import depth_table
 from training.parallel import Runtime, exit_now, exit_quietly, is_local_main, leave_group, lost_peer
 from training.probe import Probe
 from training.run import EXIT_INTERRUPTED, EXIT_STOPPED, EXIT_UNSAVED, Run, RunFolder, StopRequest
+from training.sampling import grown
 from training.setup import multiplies_bfloat16, open_data, out_of_memory, start
 from training.tracker import Tracker
 from training.trainer import Trainer
@@ -233,6 +232,9 @@ def describe(trainer: Trainer, dataset: Dataset, tell) -> None:
         tell("       this processor multiplies bfloat16 faster than float32; --dtype float32 rounds less")
     if model.placement == "post" and not optim.warmup_iters:
         tell("warning: post-norm without a warm-up often fails to train; --warmup-iters gives it one")
+    if optim.norm_decay:
+        pulled = 1 if model.gain == "zero_centred" else 0
+        tell(f"warning: norm_decay pulls every gain to {pulled}; --gain zero_centred and one differ in this")
     if model.norm == "batchnorm":
         tell(
             "warning: batchnorm leaks: in training, every prediction sees later tokens and other sequences through the "
@@ -279,9 +281,9 @@ def farewell(run: Run, tracker: Tracker | None) -> None:
         table = depth_table(tracker.first, tracker.last)
         tell(f"\nfrom the first step to the last:\n{textwrap.indent(table, '    ')}")
     if trainer.runtime.world == 1 and "tokenizer" in run.dataset.meta:
-        options = SampleOptions(run=str(run_dir), tokens=200)
         try:
-            [text] = continuations(trainer.model.eval(), run.dataset.tokenizer, options)
+            *_, [ids] = grown(trainer.model.eval(), run.dataset.tokenizer, tokens=200)
+            text = run.dataset.tokenizer.decode(ids)
             tell(f"\na sample:\n{textwrap.indent(text, '    ')}")
         except UserError as e:  # a vocabulary that takes the network
             tell(f"\nno sample: {e}")

@@ -38,6 +38,9 @@ from model import GPT, ModelConfig
 
 FORMAT = 1
 FILES = ("model.safetensors", "trainer.pt")
+RENAMED = {
+    "post": (".next_norm.", ".post_norm.")
+}  # by placement: parts of weights' names, and what they are today
 T = TypeVar("T")
 
 
@@ -267,7 +270,7 @@ def load_trainer(checkpoint: Checkpoint, kind: type[State] = TrainerState) -> St
     file = checkpoint.path / "trainer.pt"
     try:
         state = kind(**torch.load(file, map_location="cpu", weights_only=True))
-        state.optimizer = upgraded(state.optimizer)
+        state.optimizer = upgraded(state.optimizer, state.config.get("model", {}))
     except ValidationError as e:
         raise UserError(f"{file} is not what nanonorm saves: {e.errors()[0]['loc'][0]} is wrong") from None
     except Exception as e:  # torch.load raises nearly anything on a damaged file
@@ -305,12 +308,14 @@ def read_model(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     Raises UserError.
     """
     with opened(path) as f:
-        return upgraded({name: f.get_tensor(name) for name in f.keys()}), header(f, path)  # noqa: SIM118
+        about = header(f, path)
+        return upgraded({name: f.get_tensor(name) for name in f.keys()}, about["model"]), about  # noqa: SIM118
 
 
-def upgraded(named: dict[str, T]) -> dict[str, T]:
-    """Weights, or what belongs to them, under the names that they have today: some were renamed."""
-    return named
+def upgraded(named: dict[str, T], described: dict[str, Any]) -> dict[str, T]:
+    """Weights, or what belongs to them, of a model so described, under the names that they have today."""
+    old, new = RENAMED.get(described.get("placement"), ("", ""))
+    return {name.replace(old, new) if old else name: value for name, value in named.items()}
 
 
 def read_about(path: Path) -> dict[str, Any]:

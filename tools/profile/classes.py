@@ -49,7 +49,11 @@ CPU_ATTENTION = {  # which PyTorch's counter does not know; backward has twice t
     FLASH: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
     FLASH_BACKWARD: lambda dy, q, k, v, *_, **__: 2 * sdpa_flop_count(q, k, v),
 }
-NORM_FLOPS = {"layernorm": 16, "rmsnorm": 12, "batchnorm": 16}  # operations per element, forward and backward
+NORM_FLOPS = {
+    "layernorm": 16,
+    "rmsnorm": 12,
+    "batchnorm": 16,
+}  # an element's, forward and backward; others count none
 
 
 @contextlib.contextmanager
@@ -164,13 +168,12 @@ def flops(steps: Steps) -> dict[str, int]:
 
 def norm_flops(model: GPT) -> int:
     """Operations per token of all norms, and of the residual adds, forward and backward."""
-    heads = {"q_norm": model.config.n_head, "k_norm": model.config.kv_heads}
-    elements = 0
-    for name, module in model.named_modules():
-        if isinstance(module, Norm):
-            times = heads.get(name.rpartition(".")[2], 1) if model.config.qk_norm == "head" else 1
-            elements += module.weight.numel() * times
-    return NORM_FLOPS[model.config.norm] * elements + 2 * len(model.joins) * model.config.n_embd
+    config = model.config
+    heads = {"q_norm": config.n_head, "k_norm": config.kv_heads, "v_norm": config.kv_heads}
+    widths = {name: count * config.head_width for name, count in heads.items()}
+    norms = [name for name, module in model.named_modules() if isinstance(module, Norm)]
+    elements = sum(widths.get(name.rpartition(".")[2], config.n_embd) for name in norms)
+    return NORM_FLOPS.get(config.norm, 0) * elements + 2 * len(model.joins) * config.n_embd
 
 
 def modes(config: Config, compiled: bool) -> dict[str, Steps]:
