@@ -278,6 +278,8 @@ def modern_rope(theirs: dict[str, Any]) -> dict[str, Any]:
     new = theirs.get("rope_parameters") or {}
     if not isinstance(new, dict):
         raise UserError(f"rope_parameters is {new!r}, but it is an object")
+    if old and new.get("rope_theta") not in (None, old["rope_theta"]):
+        raise UserError(f"rope_theta is {old['rope_theta']}, and {new['rope_theta']} in rope_parameters")
     return theirs | {"rope_parameters": old | new}
 
 
