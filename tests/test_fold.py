@@ -1,19 +1,20 @@
 """Folding and LayerNorm to RMSNorm: other weights, the same logits, and refusals where that would not be so."""
 
 import dataclasses
-import itertools
 
 import pytest
 import torch
 
 from base.cli import UserError
-from model import GPT, BatchNorm, ModelConfig, Norm
+from model import GPT, NORMS, PLACEMENTS, BatchNorm, ModelConfig, Norm
 from tools.fold import Converted, fold, ln_to_rms
 
 SMALL = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 16, "vocab_size": 41}
 KINDS = {"layernorm": {}, "layernorm without biases": {"bias": False}, "rmsnorm": {"norm": "rmsnorm"}}
 KINDS |= {"rmsnorm with swiglu": {"norm": "rmsnorm", "mlp": "swiglu", "bias": False, "pos": "rope"}}
-FOLDABLE = ("pre", "output", "sandwich")
+FINAL_ONLY = ("post", "out_post")  # whose norms all write the stream, but for the last
+PATTERNS = ("post*1 keel*2 sandwich*1", "attn:all mlp:none", "pre*2 output*1 out_post*1")
+FOLDABLE = [name for name in (*PLACEMENTS, *PATTERNS) if name not in FINAL_ONLY]
 
 
 def far(scale: float = 0.5, **switches) -> GPT:
@@ -56,33 +57,58 @@ def norms(model: GPT) -> dict[str, Norm]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("placement", FOLDABLE)
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_a_folded_model_has_the_same_logits(kind, placement, tied):
+def test_a_folded_model_has_the_same_logits(kind, placement):
+    """For every placement and pattern, with gains of one on every norm that linears alone read."""
+    tied = placement in ("pre", "keel")
     model = far(placement=placement, tie_embeddings=tied, **KINDS[kind])
     folded = build(fold(model))
     assert difference(model, folded) <= 1e-5
+    before, last = norms(model), 2 * model.config.n_layer - 1
     for name, norm in norms(folded).items():
-        if not name.endswith("out_norm"):
+        if name.endswith("next_norm") or name in ("entry", f"joins.{last}.post_norm"):
+            assert (before[name].weight - 1).abs().max() > 0.1
             assert torch.equal(norm.weight, torch.ones(32)), name
             assert norm.bias is None or not norm.bias.any(), name
-    before = norms(model)
-    assert all(
-        (before[n].weight - m.weight).abs().max() > 0.1 for n, m in norms(folded).items() if "next" in n
+        else:
+            assert torch.equal(norm.weight, before[name].weight), name
+
+
+@pytest.mark.parametrize(
+    "switches",
+    [
+        {"gain": "zero_centred"},
+        {"gain": "zero_centred", "norm": "rmsnorm", "placement": "keel", "residual_scale": "keel"},
+        {"residual_scale": "lns", "placement": "sandwich"},
+        {"residual_scale": "depth", "embed_scale": "sqrt_dim", "logit_softcap": 3.0},
+        {"residual_scale": 0.3, "mlp": "geglu", "v_norm": True},
+        {"residual_scale": "lns", "norm": "batchnorm", "placement": "sandwich"},
+    ],
+)
+def test_factors_and_forms_of_the_gain_fold_too(switches):
+    model = far(**switches)
+    folded = build(fold(model))
+    assert difference(model, folded) <= 1e-5
+    neutral = 0.0 if model.config.gain == "zero_centred" else 1.0
+    assert torch.equal(folded.joins[0].next_norm.weight, torch.full((32,), neutral))
+
+
+def test_without_gains_there_is_nothing_to_fold():
+    converted = fold(far(norm="rmsnorm", gain="none", bias=False, tie_embeddings=False))
+    assert converted.notes == []
+    assert (
+        difference(far(norm="rmsnorm", gain="none", bias=False, tie_embeddings=False), build(converted)) == 0
     )
 
 
-@pytest.mark.parametrize("placement", ["output", "sandwich"])
-def test_a_norm_that_writes_the_stream_stays_and_is_said_to(placement):
-    model = far(placement=placement, qk_norm="head")
+def test_a_norm_that_writes_the_stream_stays_and_is_said_to():
+    model = far(placement="post*1 keel*1 sandwich*1 output*1", qk_norm="head", embed_norm=True)
     converted = fold(model)
-    folded = build(converted)
-    assert difference(model, folded) <= 1e-5
-    for name, norm in norms(model).items():
-        if name.endswith(("out_norm", "q_norm", "k_norm")):
-            assert torch.equal(norm.weight, norms(folded)[name].weight)
+    assert difference(model, build(converted)) <= 1e-5
     assert [note.split(":")[0] for note in converted.notes if note.startswith("left")] == [
         "left joins.*.out_norm",
+        "left joins.*.post_norm",
         "left q_norm and k_norm",
+        "left embed_norm",
     ]
 
 
@@ -103,22 +129,41 @@ def test_a_final_bias_becomes_the_heads_and_none_makes_none():
 
 
 @pytest.mark.parametrize("placement", FOLDABLE)
-@pytest.mark.parametrize("bias", [True, False], ids=["biases", "none"])
-def test_a_batchnorm_in_evaluation_mode_vanishes_into_linears(placement, bias):
-    model = far(norm="batchnorm", placement=placement, bias=bias)
+def test_a_batchnorm_in_evaluation_mode_vanishes_into_linears(placement):
+    model = far(norm="batchnorm", placement=placement, bias="*" in placement)
     folded = build(fold(model))
     assert difference(model, folded) <= 1e-5
-    x = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(3))
+    x, last = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(3)), 2 * model.config.n_layer - 1
     for name, norm in norms(folded).items():
-        assert (norm(x) - x).abs().max() <= 1e-6, name
-        assert (norms(model)[name](x) - x).abs().max() > 0.5
-    assert folded.config.bias, "running means need biases"
+        if not name.endswith("post_norm") or name.startswith(f"joins.{last}"):
+            assert (norm(x) - x).abs().max() <= 1e-6, name
+            assert (norms(model)[name](x) - x).abs().max() > 0.5
+    assert folded.config.head_bias, "running means need biases"
 
 
 @pytest.mark.parametrize("norm", ["layernorm", "rmsnorm", "batchnorm"])
-def test_post_is_refused_by_name(norm):
-    with pytest.raises(UserError, match="placement is post"):
-        fold(far(placement="post", norm=norm))
+@pytest.mark.parametrize("placement", FINAL_ONLY)
+def test_post_is_refused_by_name(norm, placement):
+    with pytest.raises(UserError, match=f"placement is {placement}: what its norms write is the stream"):
+        fold(far(placement=placement, norm=norm))
+
+
+class Clipped(Norm):
+    """A kind of norm that somebody has registered, whose gain is not the last thing that it does."""
+
+    def forward(self, x, out_dtype=None):
+        return super().forward(x, out_dtype).clamp(-1, 1)
+
+    def normalize(self, x):
+        return x
+
+
+@pytest.mark.parametrize("norm", ["none", "dyt", "derf", "clipped"])
+def test_kinds_that_are_not_known_to_end_in_a_gain_are_refused(norm, monkeypatch):
+    monkeypatch.setitem(NORMS, "clipped", Clipped)
+    for convert in (fold, ln_to_rms):
+        with pytest.raises(UserError, match=f"norm is {norm}; "):
+            convert(far(norm=norm))
 
 
 def test_folding_a_norm_of_the_stream_would_change_the_logits():
@@ -137,7 +182,7 @@ def test_folding_a_norm_of_the_stream_would_change_the_logits():
 
 @pytest.mark.parametrize(
     ("bias", "pos", "mlp", "tied"),
-    list(itertools.product([True, False], ["learned", "rope"], ["gelu_tanh", "swiglu"], [True, False])),
+    [(True, "learned", "gelu_tanh", True), (False, "rope", "swiglu", False), (True, "rope", "geglu", True)],
 )
 def test_layernorms_centring_moves_into_the_weights(bias, pos, mlp, tied):
     model = far(bias=bias, pos=pos, mlp=mlp, tie_embeddings=tied)
@@ -176,14 +221,26 @@ def test_a_trained_model_converts_too():
     assert difference(model, build(fold(build(ln_to_rms(model))))) <= 1e-5
 
 
+@pytest.mark.parametrize("placement", ["keel", "pre*3 keel*1", "pre*2 keel*2", "pre", *PATTERNS])
+def test_ln_to_rms_is_exact_or_refuses(placement):
+    """Exact where every branch reads through a norm, and no norm but the last writes the stream."""
+    exact = placement in ("pre", "pre*3 keel*1")
+    model = far(placement=placement, residual_scale="lns" if exact else "one", gain="zero_centred")
+    if exact:
+        assert difference(model, build(ln_to_rms(model))) <= 1e-5
+    else:
+        with pytest.raises(
+            UserError, match=r"^placement is .*; ln-to-rms is exact where every branch reads through"
+        ):
+            ln_to_rms(model)
+
+
 @pytest.mark.parametrize(
     ("field", "switches"),
-    [
-        ("norm", {"norm": "rmsnorm"}),
-        ("placement", {"placement": "sandwich"}),
-        ("placement", {"placement": "post"}),
-        ("qk_norm", {"qk_norm": "head"}),
-        ("embed_norm", {"embed_norm": True}),
+    [("norm", {"norm": "rmsnorm"})]
+    + [("placement", {"placement": name}) for name in PLACEMENTS if name != "pre"]
+    + [
+        (name, {name: value}) for name, value in (("qk_norm", "head"), ("v_norm", True), ("embed_norm", True))
     ],
 )
 def test_other_layouts_are_refused_by_the_field_in_the_way(field, switches):

@@ -1,23 +1,34 @@
 """Other weights that compute the same logits: gains moved into linears, LayerNorm's centring moved into weights.
 
 A norm is N(x) = gain * core(x) + shift. Where only linears read it, W N(x) + c = (W diag(gain)) core(x) + (W shift
-+ c), so gain and shift can be the linears' business and the norm keeps gain 1 and shift 0. A BatchNorm in
-evaluation mode is such an affine map with nothing left as its core, so it can also go into the linear before it.
++ c), so gain and shift can be the linears' business and the norm keeps gain 1 and shift 0. What a norm writes into
+the stream (N_out, N_post, the embedding's) is added to and read by others, so that norm stays. A BatchNorm in
+evaluation mode is such an affine map with nothing left as its core; as N_out it goes into the linear before it.
 All of it is computed in float64 and rounded once.
 """
 
+import copy
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.nn as nn
 from torch import Tensor
 
 from base.cli import UserError
-from model import GPT, ModelConfig
+from model import GPT, NORMS, BatchNorm, ModelConfig, Norm
 from training.model_file import model_weights
 
 Weights = dict[str, Tensor]
+INNER = ("qkv", "gate", "up")  # the linears by which branches read
+FIELDS = {"q_norm": "qk_norm", "k_norm": "qk_norm", "v_norm": "v_norm", "embed_norm": "embed_norm"}
+LEFT = {
+    "out_norm": "joins.*.out_norm: what they write is added to the stream, and no linear follows",
+    "post_norm": "joins.*.post_norm: what they write is the stream, and the next branch is added to it",
+    "q_norm": "q_norm and k_norm: queries and keys are rotated and multiplied, no linear follows",
+    "embed_norm": "embed_norm: what it writes is the stream",
+}
 
 
 @dataclass(frozen=True)
@@ -29,146 +40,173 @@ class Converted:
     notes: list[str]
 
 
-def inner_linears(config: ModelConfig, branch: int) -> list[str]:
-    """The linears through which a branch reads the stream."""
-    names = ["qkv"] if branch % 2 == 0 else ["gate", "up"] if config.mlp == "swiglu" else ["up"]
-    return [f"branches.{branch}.{name}" for name in names]
+def norms_of(model: GPT) -> dict[str, Norm]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, Norm)}
+
+
+def first_linears(model: GPT, branch: int) -> list[str]:
+    linears = dict(model.branches[branch].named_children())
+    return [f"branches.{branch}.{name}" for name in INNER if name in linears]
 
 
 def last_linear(branch: int) -> str:
     return f"branches.{branch}.{'down' if branch % 2 else 'out'}"
 
 
-def readers(config: ModelConfig) -> Iterator[tuple[str, list[str]]]:
-    """(norm, the linears that read it) of every norm that nothing but linears reads; post has none that is inner."""
-    last = 2 * config.n_layer - 1
-    if config.placement in ("pre", "sandwich"):
-        yield "entry", inner_linears(config, 0)
-        for join in range(last):
-            yield f"joins.{join}.next_norm", inner_linears(config, join + 1)
-    yield f"joins.{last}.next_norm", ["head"]
+def readers(model: GPT) -> Iterator[tuple[str, list[str]]]:
+    """(norm, the linears that read it) of every norm that nothing but linears reads: N_in and the one before the head.
+
+    Nothing but the head reads the last join, so there N_post is as good as a final norm.
+    """
+    norms, last = norms_of(model), len(model.joins) - 1
+    places = {"entry": first_linears(model, 0)}
+    places |= {f"joins.{k}.next_norm": first_linears(model, k + 1) for k in range(last)}
+    places[f"joins.{last}.{'post' if model.joins[last].next_norm is None else 'next'}_norm"] = ["head"]
+    return ((norm, linears) for norm, linears in places.items() if norm in norms)
 
 
-def affine(config: ModelConfig, weights: Weights, norm: str) -> tuple[Tensor, Tensor]:
-    """(gain [D], shift [D]) of a norm in evaluation mode."""
-    gain = weights[f"{norm}.weight"]
-    shift = weights.get(f"{norm}.bias", torch.zeros_like(gain))
-    if config.norm == "batchnorm":
-        gain = gain * (weights[f"{norm}.running_var"] + config.norm_eps).rsqrt()
-        shift = shift - gain * weights[f"{norm}.running_mean"]
-    return gain, shift
+def affine(norm: Norm) -> tuple[Tensor, Tensor]:
+    """(gain, shift) of a norm in evaluation mode, each [D] or, where it has none, a scalar 1 or 0.
+
+    c of the equation multiplies what the norm writes, so the shift contains it; the gain leaves it with the norm.
+    """
+    gain = torch.tensor(1.0) if norm.weight is None else norm.weight + norm.zero_centred
+    shift = torch.tensor(0.0) if norm.bias is None else norm.bias
+    if isinstance(norm, BatchNorm):
+        gain = gain * (norm.running_var + norm.eps).rsqrt()
+        shift = shift - gain * norm.running_mean
+    return gain, shift * norm.factor
 
 
-def reset(config: ModelConfig, weights: Weights, norm: str) -> None:
-    """Gives a norm gain 1 and shift 0; a BatchNorm becomes the identity."""
-    neutral = {"weight": 1.0, "bias": 0.0, "running_mean": 0.0, "running_var": 1.0 - config.norm_eps}
-    for kind, value in neutral.items():
-        if f"{norm}.{kind}" in weights:
-            weights[f"{norm}.{kind}"] = torch.full_like(weights[f"{norm}.{kind}"], value)
+def take(norm: Norm) -> tuple[Tensor, Tensor]:
+    """(gain, shift) of a norm, which is left with gain 1 and shift 0; a BatchNorm becomes the identity."""
+    taken = affine(norm)
+    neutral = {
+        "weight": 1.0 - norm.zero_centred,
+        "bias": 0.0,
+        "running_mean": 0.0,
+        "running_var": 1.0 - norm.eps,
+    }
+    for name, value in neutral.items():
+        if getattr(norm, name, None) is not None:
+            getattr(norm, name).fill_(value)
+    return taken
 
 
-def into_readers(weights: Weights, linears: list[str], gain: Tensor, shift: Tensor) -> None:
+def into_readers(model: GPT, linears: list[str], gain: Tensor, shift: Tensor) -> None:
     """W (gain * x + shift) + c = (W diag(gain)) x + (W shift + c)."""
-    for linear in linears:
-        matrix = weights[f"{linear}.weight"]
-        weights[f"{linear}.weight"] = matrix * gain
+    for linear in map(model.get_submodule, linears):
         if shift.any():
-            bias = weights.get(f"{linear}.bias", torch.zeros(len(matrix), dtype=matrix.dtype))
-            weights[f"{linear}.bias"] = bias + matrix @ shift
+            linear.bias = nn.Parameter(bias_of(linear) + linear.weight @ shift)
+        linear.weight *= gain
 
 
-def into_writer(weights: Weights, linear: str, gain: Tensor, shift: Tensor) -> None:
+def into_writer(model: GPT, name: str, gain: Tensor, shift: Tensor) -> None:
     """gain * (W x + c) + shift = (diag(gain) W) x + (gain * c + shift)."""
-    matrix = weights[f"{linear}.weight"]
-    bias = weights.get(f"{linear}.bias", torch.zeros(len(matrix), dtype=matrix.dtype))
-    weights[f"{linear}.weight"] = gain[:, None] * matrix
-    weights[f"{linear}.bias"] = gain * bias + shift
+    linear = model.get_submodule(name)
+    linear.bias = nn.Parameter(gain * bias_of(linear) + shift)
+    linear.weight *= gain[:, None]
 
 
+def bias_of(linear: nn.Linear) -> Tensor:
+    return linear.weight.new_zeros(len(linear.weight)) if linear.bias is None else linear.bias
+
+
+@torch.no_grad()
 def fold(model: GPT) -> Converted:
     """The model with every norm's gain and shift in the linears around it, as far as that is exact.
 
-    Raises UserError for placement post, whose norms write the stream itself.
+    Raises UserError for a kind of norm that is not known to end in a gain and a shift, and where all norms but the
+    last write the stream.
     """
-    config, weights = model.config, untied(model)
-    if config.placement == "post":
+    folded, notes = untied(model), []
+    kind, read = NORMS[model.config.norm], dict(readers(folded))
+    if kind.kind is None and not issubclass(kind, BatchNorm):
         raise UserError(
-            "placement is post: what its norms write is the stream, which the next join adds to, so that their gains "
-            "cannot move into the linears; pre and sandwich fold"
+            f"norm is {model.config.norm}; layernorm, rmsnorm and batchnorm are what folds exactly"
         )
-    done = list(readers(config))
-    for norm, linears in done:
-        into_readers(weights, linears, *affine(config, weights, norm))
-        reset(config, weights, norm)
-    notes = [f"folded {norm} into {', '.join(linears)}" for norm, linears in done]
-    if config.norm == "batchnorm" and config.placement in ("output", "sandwich"):
-        for branch in range(2 * config.n_layer):
+    if all(norm.endswith("post_norm") for norm in read):
+        raise UserError(
+            f"placement is {model.config.placement}: what its norms write is the stream, which the next join adds to, "
+            "so that their gains cannot move into linears; a placement with a norm before a branch folds"
+        )
+    norms = norms_of(folded)
+    for norm, linears in read.items():
+        gain, shift = take(norms.pop(norm))
+        into_readers(folded, linears, gain, shift)
+        if gain.dim() or shift.any():  # and not neither, as with --gain none
+            notes.append(f"folded {norm} into {', '.join(linears)}")
+    for branch, join in enumerate(folded.joins):
+        if isinstance(join.out_norm, BatchNorm):
             norm, linear = f"joins.{branch}.out_norm", last_linear(branch)
-            into_writer(weights, linear, *affine(config, weights, norm))
-            reset(config, weights, norm)
+            into_writer(folded, linear, *take(norms.pop(norm)))
             notes.append(f"folded {norm} into {linear}")
-    return finished(config, weights, notes + left(config))
+    kept = {name.rpartition(".")[2] for name, norm in norms.items() if norm.weight is not None}
+    notes += [f"left {why}" for name, why in LEFT.items() if name in kept]
+    return finished(model.config, folded, notes)
 
 
-def left(config: ModelConfig) -> list[str]:
-    """A sentence for every kind of norm that stays as it is."""
-    notes = []
-    if config.placement in ("output", "sandwich") and config.norm != "batchnorm":
-        notes.append("left joins.*.out_norm: what they write is added to the stream, and no linear follows")
-    if config.qk_norm != "off":
-        notes.append("left q_norm and k_norm: queries and keys are rotated and multiplied, no linear follows")
-    if config.embed_norm:
-        notes.append("left embed_norm: what it writes is the stream")
-    return notes
-
-
+@torch.no_grad()
 def ln_to_rms(model: GPT) -> Converted:
-    """The RMSNorm model with the logits of a pre-norm LayerNorm model.
+    """The RMSNorm model with the logits of a LayerNorm model whose stream no norm writes and only norms read.
 
     Whatever writes the stream is projected onto the vectors of mean zero. LayerNorm never saw the mean that this
     removes, and the variance of the rest is its mean square. RMSNorm has no bias, so that goes into the linears.
     Raises UserError, by the field that stands in the way, for any other layout.
     """
-    config, weights = model.config, untied(model)
-    needed = {"norm": "layernorm", "placement": "pre", "qk_norm": "off", "embed_norm": False}
-    for name, value in needed.items():
-        if getattr(config, name) != value:
-            raise UserError(f"{name} is {getattr(config, name)}; ln-to-rms is exact for {name} {value} only")
-    for name in ("embed.weight", "pos_embed.weight"):
-        if name in weights:
-            weights[name] = weights[name] - weights[name].mean(dim=-1, keepdim=True)
-    for branch in range(2 * config.n_layer):
-        for kind in ("weight", "bias"):
-            name = f"{last_linear(branch)}.{kind}"
-            if name in weights:
-                weights[name] = weights[name] - weights[name].mean(dim=0)
-    for norm, linears in readers(config):
-        gain, shift = affine(config, weights, norm)
-        into_readers(weights, linears, torch.ones_like(gain), shift)
-        weights.pop(f"{norm}.bias", None)
+    check_centred(model)
+    centred, read = untied(model), dict(readers(model))
+    for embed in (centred.embed, centred.pos_embed):
+        if hasattr(embed, "weight"):
+            embed.weight -= embed.weight.mean(dim=-1, keepdim=True)
+    for branch in range(len(centred.branches)):
+        for p in centred.get_submodule(last_linear(branch)).parameters():
+            p -= p.mean(dim=0)
+    norms = norms_of(centred)
+    for norm, linears in read.items():
+        gain, shift = affine(norms[norm])
+        into_readers(centred, linears, torch.ones_like(gain), shift)
+        norms[norm].bias = None
     notes = ["projected embed, pos_embed and every out and down onto the vectors of mean zero"]
-    if config.bias:
+    if model.config.bias:
         notes.append("folded every LayerNorm's bias into the linears that read it")
-    return finished(dataclasses.replace(config, norm="rmsnorm"), weights, notes)
+    return finished(dataclasses.replace(model.config, norm="rmsnorm"), centred, notes)
 
 
-def untied(model: GPT) -> Weights:
-    """The weights in float64, with a head of their own."""
-    weights = {name: t.double() for name, t in model_weights(model).items()}
-    return {"head.weight": weights["embed.weight"]} | weights
+def check_centred(model: GPT) -> None:
+    """Raises UserError for a model that `ln_to_rms` cannot convert exactly."""
+    config, read = model.config, dict(readers(model))
+    exact = "ln-to-rms is exact where every branch reads through a norm and no other norm is there"
+    for name in sorted(norms_of(model).keys() - read.keys()):
+        field = FIELDS.get(name.rpartition(".")[2], "placement")
+        raise UserError(f"{field} is {getattr(config, field)}; {exact}, and {name} is one")
+    if len(read) <= len(model.branches):
+        raise UserError(
+            f"placement is {config.placement}; {exact}, and one reads the stream itself, mean and all"
+        )
+    if config.norm != "layernorm":
+        raise UserError(f"norm is {config.norm}; ln-to-rms is exact for norm layernorm only")
 
 
-def finished(config: ModelConfig, weights: Weights, notes: list[str]) -> Converted:
+def untied(model: GPT) -> GPT:
+    """A copy in float64, with a head of its own."""
+    own = copy.deepcopy(model).double()
+    own.head.weight = nn.Parameter(own.head.weight.clone())
+    return own
+
+
+def finished(config: ModelConfig, model: GPT, notes: list[str]) -> Converted:
     """In float32, and with the biases that the linears have got; those that the model's others lack are zero."""
-    grown = any(name.startswith("branches.") and name.endswith(".bias") for name in weights)
+    linears = [module for module in model.branches.modules() if isinstance(module, nn.Linear)]
+    grown = any(linear.bias is not None for linear in linears)
     changes = {
         "tie_embeddings": False,
         "bias": config.bias or grown,
-        "head_bias": "head.bias" in weights,
+        "head_bias": model.head.bias is not None,
     }
     notes += [f"{name} is now {value}" for name, value in changes.items() if getattr(config, name) != value]
     config = dataclasses.replace(config, **changes)
     with torch.device("meta"):
         own = model_weights(GPT(config))
     zeros = {name: torch.zeros(p.shape) for name, p in own.items() if name.endswith(".bias")}
-    return Converted(config, zeros | {name: t.float() for name, t in weights.items()}, notes)
+    return Converted(config, zeros | {name: t.float() for name, t in model_weights(model).items()}, notes)

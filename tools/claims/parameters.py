@@ -144,9 +144,7 @@ def folding():
             yield at_most(
                 f"{placement}, {NAMES[kind]}: change of the logits", difference(folded, model), 1e-5
             )
-            gains = {
-                f"{norm}.weight": model_weights(model)[f"{norm}.weight"] for norm, _ in readers(model.config)
-            }
+            gains = {f"{norm}.weight": model_weights(model)[f"{norm}.weight"] for norm, _ in readers(model)}
             twice = replace(folded, weights=folded.weights | gains)
             yield control(
                 at_most(
