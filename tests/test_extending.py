@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 from test_model import assert_causal, build, tokens_and_targets
+from textbook import NORMS_OF, PATTERNS
 from tiny_runs import STEPS, assert_same_end, recipe, train
 
 from base.cli import UserError
 from configs import load_config
-from model import NORMS, GPT, Norm
-from textbook import NORMS_OF, PATTERNS
+from model import GPT, NORMS, Norm
 from tools.fold import fold, ln_to_rms
 from training.checkpoint import load_model
 
@@ -56,23 +56,29 @@ def test_the_page(tmp_path):
 
     def run(*words: str) -> str:
         done = subprocess.run(
-            [sys.executable, *words], cwd=tmp_path, capture_output=True, text=True, encoding="utf-8", timeout=600
+            [sys.executable, *words],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            encoding="utf-8",
+            timeout=600,
         )
         assert done.returncode == 0, done.stderr
         return done.stdout
 
     run("-m", "data.prepare", "numbers", "--count", "20000")
-    said = run(
-        *"mine.py configs/quickstart.toml --norm maxnorm --placement sandwich --qk-norm head".split(),
-        *"--residual-scale upper_half --dataset numbers --n-layer 2 --n-embd 16 --n-head 2 --block-size 16".split(),
-        *"--max-iters 3 --warmup-iters 1 --log-interval 1 --eval-tokens 200 --wandb disabled --device cpu".split(),
-    )
+    command = """mine.py configs/quickstart.toml --norm maxnorm --placement sandwich --qk-norm head
+        --residual-scale upper_half --dataset numbers --n-layer 2 --n-embd 16 --n-head 2 --block-size 16
+        --max-iters 3 --warmup-iters 1 --log-interval 1 --eval-tokens 200 --wandb disabled --device cpu"""
+    said = run(*command.split())
     assert "maxnorm sandwich" in said
     rows = [json.loads(r) for r in (tmp_path / "out/quickstart/metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "train/loss" in row]
     assert len(steps) == 3
     for row in steps:
-        assert row["train/perplexity"] == pytest.approx(torch.tensor(row["train/loss"]).exp().item(), rel=1e-5)
+        assert row["train/perplexity"] == pytest.approx(
+            torch.tensor(row["train/loss"]).exp().item(), rel=1e-5
+        )
     assert rows[-1]["embedding_max"] > 0.02
     assert rows[-1]["gain/layer_01.mlp.out_norm.mean"] == pytest.approx(1.0, abs=0.1)
 
@@ -116,7 +122,7 @@ def test_a_kind_that_is_gone_is_refused_by_name(toy, tmp_path, capsys):
         with pytest.raises(UserError, match=toy):
             convert(build(norm=toy))
     file = recipe(tmp_path)
-    assert train(file, "--norm", toy, "--max-iters", 2, "--run-name", "mine") == 0
+    assert train(file, "--norm", toy, "--max-iters", 3, "--run-name", "mine") == 0
     model = load_model(tmp_path / "mine")
     del NORMS[toy]
     with pytest.raises(UserError, match=toy):
@@ -127,10 +133,21 @@ def test_a_kind_that_is_gone_is_refused_by_name(toy, tmp_path, capsys):
     assert isinstance(model, GPT)
 
 
-@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm", "batchnorm", "dyt", "derf", "none", "mean_absolute"])
+@pytest.mark.parametrize(
+    "norm", ["layernorm", "rmsnorm", "batchnorm", "dyt", "derf", "none", "mean_absolute"]
+)
 def test_every_kind_resumes_to_the_bit_in_every_placement(norm, toy, tmp_path):
     """Four layers with all eight placements, gains, biases, alphas and running statistics."""
-    argv = (recipe(tmp_path), "--norm", norm, "--placement", EVERY_PLACEMENT, "--force-placement", "--n-layer", 4)
+    argv = (
+        recipe(tmp_path),
+        "--norm",
+        norm,
+        "--placement",
+        EVERY_PLACEMENT,
+        "--force-placement",
+        "--n-layer",
+        4,
+    )
     argv += ("--schedule", "constant", "--probe-interval", STEPS // 2)
     assert train(*argv, "--run-name", "whole") == 0
     assert train(*argv, "--run-name", "tiny", "--max-iters", STEPS // 2) == 0
