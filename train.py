@@ -8,6 +8,7 @@ Read `train` for the order of things; what it leans on is in `training/`.
 
 import contextlib
 import os
+import socket
 import subprocess
 import sys
 import textwrap
@@ -23,34 +24,24 @@ from base.cli import UserError
 from configs import Config, load_config, user_error
 from data import Dataset
 from data.terminal import forgive_output
-from tools.report.runs import load_runs
-from tools.report.text import depth_table
 from tools.sample import Options as SampleOptions
 from tools.sample import continuations
-from training.clock import Clock, peak_rate
-from training.dataset import open_data
+from training.clock import Clock, flops_per_token, peak_rate
 from training.divergence import EXIT_CODE, Diverged, Guard, replay
-from training.folder import RunFolder
-from training.keeper import Keeper
+from training.dynamics import fetch
+from training.metrics import depth_table
+from training.parallel import Runtime, exit_now, exit_quietly, is_local_main, leave_group, lost_peer
 from training.probe import Probe
-from training.runtime import (
-    Runtime,
-    end,
-    is_local_main,
-    leave,
-    lost_peer,
-    multiplies_bfloat16,
-    out_of_memory,
-    start,
-    stop,
-)
-from training.stop import EXIT_INTERRUPTED, EXIT_STOPPED, EXIT_UNSAVED, StopRequest
+from training.run import EXIT_INTERRUPTED, EXIT_STOPPED, EXIT_UNSAVED, Run, RunFolder, StopRequest
+from training.setup import multiplies_bfloat16, open_data, out_of_memory, start
 from training.tracker import Tracker
 from training.trainer import Trainer
 
+WITHOUT_WAIT = "cpu"  # the device whose numbers are there as soon as a step returns
+
 
 def main(argv: Sequence[str]) -> None:
-    """Ends the process with one of the exit codes that training/stop.py lists."""
+    """Ends the process with one of the exit codes that training/run.py lists."""
     runtime = None
     try:
         if not argv:
@@ -62,10 +53,13 @@ def main(argv: Sequence[str]) -> None:
             config = load_config([str(Path(config.start.replay, "config.toml")), *argv])
         keep_caches_in(Path(config.run.out_dir))
         config, runtime = start(config)
-        (replay if config.start.replay else train)(config, runtime)
+        if config.start.replay:
+            replay(config, runtime)
+        else:
+            train(config, runtime, ["train.py", *argv])
     except UserError as e:
         if runtime is None and not is_local_main():
-            leave()  # the first process of this machine has found the same
+            exit_quietly()  # the first process of this machine has found the same
         user_error(str(e))
     except Diverged as e:
         print(f"\n{e}", file=sys.stderr)
@@ -83,10 +77,11 @@ def main(argv: Sequence[str]) -> None:
     except KeyboardInterrupt:
         raise SystemExit(EXIT_INTERRUPTED) from None
     finally:
-        stop()
+        leave_group()
 
 
-def train(config: Config, runtime: Runtime) -> None:
+def train(config: Config, runtime: Runtime, command: list[str]) -> None:
+    """One run from start to end. command: what was called, for run.json."""
     tell = partial(print, flush=True) if runtime.is_main else lambda *_, **__: None
     folder = RunFolder(config)
     try:
@@ -94,110 +89,124 @@ def train(config: Config, runtime: Runtime) -> None:
         config, dataset = open_data(config, runtime)
         trainer = runtime.on_all(lambda: Trainer(config, runtime, dataset))
         describe(trainer, dataset, tell)
-        keeper = Keeper(trainer, dataset, folder, tell)
-        keeper.begin(resuming)
+        run, about = Run(trainer, dataset, folder, tell), facts(trainer, dataset)
+        run.begin(resuming, about | {"command": command})
         with StopRequest() as request:
-            with tracking(trainer, keeper) as tracker:
-                loop(trainer, keeper, tracker, request, tell)
+            with tracking(run, about) as tracker:
+                loop(run, tracker, request)
             # The others wait until the first process has saved and told all: torchrun ends every process with the
             # first that leaves with a code.
-            exit_code = runtime.on_main(lambda: early_end(trainer, keeper, request, tell))
+            exit_code = runtime.on_main(lambda: early_end(run, request))
         if exit_code:
             raise SystemExit(exit_code)
-        farewell(trainer, dataset, keeper, tell)
+        farewell(run, tracker)
     finally:
         folder.release()
 
 
 @contextlib.contextmanager
-def tracking(trainer: Trainer, keeper: Keeper) -> Iterator[Tracker | None]:
-    """The tracker, on the first process; what ends in an exception is marked as failed."""
-    if not trainer.runtime.is_main:
+def tracking(run: Run, about: dict[str, Any]) -> Iterator[Tracker | None]:
+    """The tracker, on the first process; what ends in an exception is marked as failed, and run.json says so."""
+    if not run.trainer.runtime.is_main:
         yield None
         return
-    tracker = Tracker(keeper.folder.path, trainer.config, facts(trainer), keeper.progress.wandb_id)
+    tracker = Tracker(run.folder.path, run.trainer.config, about, run.progress.wandb_id)
     exit_code = 1
     try:
         yield tracker
+        done = run.progress.step == run.trainer.config.optim.max_iters
+        run.folder.record(state="done" if done else "stopped", step=run.progress.step)
         exit_code = 0
+    except Diverged as e:
+        emit(run, tracker, e.step, e.row)
+        run.folder.record(state="diverged", step=e.step, report=str(e).splitlines())
+        raise
+    except BaseException:
+        run.folder.record(state="stopped", step=run.progress.step)
+        raise
     finally:
         tracker.close(exit_code)
 
 
-def early_end(trainer: Trainer, keeper: Keeper, request: StopRequest, tell) -> int:
+def early_end(run: Run, request: StopRequest) -> int:
     """The last words and the exit code of a run that was asked to stop; 0 for one that is done."""
-    step = keeper.progress.step
-    if not keeper.intact:
-        tell(f"ending at step {step} without its checkpoint; --resume goes on from an earlier one")
+    step = run.progress.step
+    if not run.intact:
+        run.tell(f"ending at step {step} without its checkpoint; --resume goes on from an earlier one")
         return EXIT_UNSAVED
-    if step < trainer.config.optim.max_iters:
+    if step < run.trainer.config.optim.max_iters:
         reason = request.signal.name if request.signal else "a signal to another process"
-        tell(f"stopped by {reason} at step {step}, which is saved; go on with --resume")
+        run.tell(f"stopped by {reason} at step {step}, which is saved; go on with --resume")
         return EXIT_STOPPED
     return 0
 
 
-def loop(trainer: Trainer, keeper: Keeper, tracker: Tracker | None, request: StopRequest, tell) -> None:
+def loop(run: Run, tracker: Tracker | None, request: StopRequest) -> None:
     """Steps, and at their intervals metrics, evaluation and checkpoints, each of which the last step has too.
 
-    A request to stop is heeded after a step, on all processes after the same one.
+    A request to stop is followed after a step, on all processes after the same one. A row is made here: metrics of
+    one's own may join it, as numbers or 0-d tensors.
     """
-    run, optim, progress = trainer.config.run, trainer.config.optim, keeper.progress
-    tokens_per_step = optim.batch_size * trainer.block_size
+    trainer, progress = run.trainer, run.progress
+    intervals, optim = trainer.config.run, trainer.config.optim
     probe = Probe(trainer.model, trainer.windows, trainer.norms)
-    guard = Guard(trainer, keeper.dataset, keeper.folder.path)
+    guard = Guard(trainer, run)
 
     def due(step: int, interval: int) -> bool:
         return interval > 0 and (step % interval == 0 or step == optim.max_iters)
 
     if progress.step == 0:
-        at_start(trainer, keeper, probe, tracker, tell)
-    clock = Clock(tokens_per_step, progress.step, optim.max_iters, peak_rate(trainer.model, trainer.runtime))
+        at_start(run, tracker, probe)
+    clock = Clock(trainer.tokens_per_step, progress.step, optim.max_iters, peak_rate(trainer))
     stopping = False
     while progress.step < optim.max_iters and not stopping:
         step = progress.step + 1
-        watch = step == 1 or due(step, run.log_interval)
-        look, evaluate = due(step, run.probe_interval), due(step, run.eval_interval)
+        log = step == 1 or due(step, intervals.log_interval) or progress.step == trainer.allowed_spike
+        look, evaluate = due(step, intervals.probe_interval), due(step, intervals.eval_interval)
         if look:
             probe.remember()
-        values = trainer.step(progress.step, watch)
-        stopping, overdue = trainer.runtime.any(request.signal is not None, keeper.overdue())
-        save = stopping or overdue or due(step, run.checkpoint_interval)
-        wait = look or evaluate or save or trainer.runtime.device.type == "cpu"
-        row = guard.read(values, progress.step, wait)
+        metrics = trainer.step(progress.step, log)
+        stopping, overdue = trainer.runtime.any(request.signal is not None, run.overdue())
+        save = stopping or overdue or due(step, intervals.checkpoint_interval)
+        wait = log or look or evaluate or save or trainer.runtime.device.type == WITHOUT_WAIT
+        row = fetch(metrics) if wait else {}
+        if row and not guard.check(row, step):
+            progress.step, stopping = trainer.allowed_spike, False
+            clock.restart(progress.step)
+            continue
         progress.step = step
-        if watch:
+        if log:
+            guard.passed(row, step)
             row |= clock.lap(step)
+        else:
+            row = {}
         if look:
             row |= probe.measure(trainer.scale.scale)
         if evaluate:
             row["val/loss"] = trainer.evaluate()
             save = progress.evaluated(row["val/loss"]) or save
         if row:
-            emit(tracker, step, step * tokens_per_step, row)
-            clock.show(step, row, tell)
+            emit(run, tracker, step, row)
+            clock.show(step, row, run.tell)
         if save:
-            if tracker:
-                tracker.hand_over()
-                progress.wandb_id = tracker.wandb_id
-            keeper.save()
+            run.save(tracker)
         if look or evaluate or save:
             clock.restart(step)
 
 
-def at_start(trainer: Trainer, keeper: Keeper, probe: Probe, tracker: Tracker | None, tell) -> None:
+def at_start(run: Run, tracker: Tracker | None, probe: Probe) -> None:
     """The row of step 0: validation loss and a closer look at the initialization."""
-    keeper.progress.val_loss = trainer.evaluate()
-    tell(f"step 0: val loss {keeper.progress.val_loss:.4f}")
-    row = {"val/loss": keeper.progress.val_loss}
-    if trainer.config.run.probe_interval:
-        row |= probe.measure(trainer.scale.scale)
-    emit(tracker, 0, 0, row)
+    run.progress.val_loss = run.trainer.evaluate()
+    run.tell(f"step 0: val loss {run.progress.val_loss:.4f}")
+    row = {"val/loss": run.progress.val_loss}
+    if run.trainer.config.run.probe_interval:
+        row |= probe.measure(run.trainer.scale.scale)
+    emit(run, tracker, 0, row)
 
 
-def emit(tracker: Tracker | None, step: int, tokens: int, row: dict) -> None:
+def emit(run: Run, tracker: Tracker | None, step: int, row: dict) -> None:
     if tracker:
-        tracker.log({"iter": step, "tokens": tokens} | row)
+        tracker.log({"iter": step, "tokens": step * run.trainer.tokens_per_step} | row)
 
 
 def describe(trainer: Trainer, dataset: Dataset, tell) -> None:
@@ -236,35 +245,39 @@ def norm_path(config: Config, runtime: Runtime) -> str:
     return f"PyTorch ({problem})" if problem else "fused Triton kernels"
 
 
-def facts(trainer: Trainer) -> dict[str, Any]:
-    """What wandb's config holds besides the configuration."""
+def facts(trainer: Trainer, dataset: Dataset) -> dict[str, Any]:
+    """What run.json and wandb's config hold besides the configuration. unigram_entropy: of the validation windows."""
     git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
     try:
         commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         commit = None
-    runtime = trainer.runtime
+    cuda = trainer.runtime.device.type == "cuda"
     return {
         "parameters": trainer.model.n_params(),
+        "flops_per_token": flops_per_token(trainer.model),
+        "dataset": str(dataset.path),
+        "train_tokens": len(dataset.train),
+        "unigram_entropy": trainer.unigram_entropy(),
         "commit": commit,
-        "processes": runtime.world,
-        "device_type": runtime.device.type,
         "torch": torch.__version__,
+        "host": socket.gethostname(),
+        "device": torch.cuda.get_device_name(trainer.runtime.device) if cuda else trainer.runtime.device.type,
+        "processes": trainer.runtime.world,
     }
 
 
-def farewell(trainer: Trainer, dataset: Dataset, keeper: Keeper, tell) -> None:
+def farewell(run: Run, tracker: Tracker | None) -> None:
     """What became of every depth, a sample, and where to look next."""
-    run_dir, progress = keeper.folder.path, keeper.progress
+    run_dir, progress, tell, trainer = run.folder.path, run.progress, run.tell, run.trainer
     tell(f"\ndone: {progress.step} steps, val loss {progress.val_loss:.4f}, best {progress.best_loss:.4f}")
-    if trainer.runtime.is_main:
-        with contextlib.suppress(UserError):  # somebody has taken the folder's files away
-            table = depth_table(*load_runs((run_dir,)))
-            tell(f"\nfrom the first step to the last:\n{textwrap.indent(table, '    ')}")
-    if trainer.runtime.world == 1 and "tokenizer" in dataset.meta:
+    if tracker:
+        table = depth_table(tracker.first, tracker.last)
+        tell(f"\nfrom the first step to the last:\n{textwrap.indent(table, '    ')}")
+    if trainer.runtime.world == 1 and "tokenizer" in run.dataset.meta:
         options = SampleOptions(run=str(run_dir), tokens=200)
         try:
-            [text] = continuations(trainer.model.eval(), dataset.tokenizer, options)
+            [text] = continuations(trainer.model.eval(), run.dataset.tokenizer, options)
             tell(f"\na sample:\n{textwrap.indent(text, '    ')}")
         except UserError as e:  # a vocabulary that takes the network
             tell(f"\nno sample: {e}")
@@ -274,6 +287,8 @@ def farewell(trainer: Trainer, dataset: Dataset, keeper: Keeper, tell) -> None:
         f"wandb leet {run_dir}/wandb": "every curve, in the terminal",
         f"{run_dir}/metrics.jsonl": "the same numbers, a JSON object per step",
     }
+    if not (tracker and tracker.run):
+        del places[f"wandb leet {run_dir}/wandb"]
     width = max(map(len, places))
     tell("\nwhere to look next:")
     tell("\n".join(f"    {place:{width}}    {what}" for place, what in places.items()))
@@ -303,4 +318,4 @@ if __name__ == "__main__":
             raise
         exit_code = e.code or 0
     if "WORLD_SIZE" in os.environ:
-        end(exit_code)
+        exit_now(exit_code)

@@ -116,7 +116,9 @@ class RunConfig:
     probe_interval: Interval = 250
     """Steps between closer looks (attention, angles, gradients of the stream), also at 0 and at the end; 0: never."""
     max_loss_rise: Amount = 3.0
-    """Stop when the loss, after the warm-up, is so many nats above the lowest logged one; 0 lets it rise."""
+    """Report, and keep for --replay, a loss so much above the lowest logged one after the warm-up; 0: never."""
+    max_rise_steps: Interval = 100
+    """Stop when the loss has stayed so high for so many steps; 1: at once, 0: never. Not finite is always at once."""
     eval_interval: Count = 250
     """Steps between evaluations; the last step is always evaluated."""
     eval_tokens: Count = 100_000

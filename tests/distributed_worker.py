@@ -23,10 +23,11 @@ import train as script
 from configs import load_config
 from data import open_dataset
 from training import checkpoint
-from training.distributed import whole
-from training.model_file import model_weights
+from training.checkpoint import model_weights
+from training.dynamics import fetch
+from training.parallel import Runtime, exit_now, leave_group, whole
 from training.probe import Probe
-from training.runtime import Runtime, end, start, stop
+from training.setup import start
 from training.trainer import Trainer
 
 PLACEMENTS = ("pre", "post", "output", "sandwich")
@@ -46,7 +47,7 @@ def measure(runtime: Runtime, recipe: str, flags: tuple[str, ...]) -> dict:
     rows = []
     for index in range(STEPS):
         probe.remember()
-        rows.append(trainer.row(trainer.step(index, watch=True), index))
+        rows.append(fetch(trainer.step(index, watch=True)))
         if index == STEPS // 2:  # the steps after it show that it has left everything as it was
             look = probe.measure(trainer.scale.scale)
     states = [v.dtype for state in trainer.optimizer.state.values() for v in state.values()]
@@ -79,8 +80,8 @@ def compare(recipe: str, result: str) -> None:
     }
     if runtime.is_main:
         Path(result).write_text(json.dumps(found))
-    stop()
-    end(0)
+    leave_group()
+    exit_now(0)
 
 
 def fail(*argv: str) -> None:
@@ -112,7 +113,7 @@ def asked_to_stop(argv: tuple[str, ...], saving) -> None:
     try:
         script.main(argv)
     except SystemExit as e:
-        end(e.code)
+        exit_now(e.code)
 
 
 def slow_disk(*argv: str) -> None:

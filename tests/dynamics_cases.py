@@ -10,7 +10,7 @@ import train
 from configs import load_config
 from data import open_dataset
 from model import GPT, ModelConfig
-from training.runtime import Runtime
+from training.parallel import Runtime
 from training.trainer import Trainer
 
 CASES = {

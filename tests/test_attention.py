@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from kernels import attend, attention, dropout
 from kernels.attention import LONGEST, SHORTEST, CpuAttention, keep
-from training import runtime
+from training import setup
 
 
 def heads(n_kv=4, T=9, dtype=torch.float64):
@@ -101,13 +101,13 @@ def test_dropout_keeps_the_mean_and_repeats_with_the_seed():
 @pytest.mark.parametrize(
     ("has", "width", "dtype"),
     [
-        ({"amx_bf16": True}, runtime.WIDE, "bfloat16"),
-        ({"avx512_bf16": True}, runtime.WIDE, "bfloat16"),
-        ({"amx_bf16": True}, runtime.WIDE - 1, "float32"),
+        ({"amx_bf16": True}, setup.WIDE, "bfloat16"),
+        ({"avx512_bf16": True}, setup.WIDE, "bfloat16"),
+        ({"amx_bf16": True}, setup.WIDE - 1, "float32"),
         ({"avx2": True}, 4096, "float32"),
     ],
 )
 def test_a_cpu_computes_in_bfloat16_where_that_is_faster(has, width, dtype, monkeypatch):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: has)
-    assert runtime.choose_dtype("auto", torch.device("cpu"), width) == dtype
-    assert runtime.choose_dtype("float16", torch.device("cpu"), width) == "float16"
+    assert setup.choose_dtype("auto", torch.device("cpu"), width) == dtype
+    assert setup.choose_dtype("float16", torch.device("cpu"), width) == "float16"

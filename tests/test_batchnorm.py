@@ -14,9 +14,8 @@ from base.cli import UserError
 from configs import load_config
 from data import prepare
 from model import GPT, BatchNorm, ModelConfig
-from training import distributed, runtime
-from training.checkpoint import load_model
-from training.model_file import model_weights
+from training import parallel, setup
+from training.checkpoint import load_model, model_weights
 
 SMALL = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 8, "vocab_size": 23, "norm": "batchnorm"}
 PLACEMENTS = ("pre", "post", "output", "sandwich")
@@ -162,14 +161,14 @@ def test_several_processes_are_refused_off_cuda(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     config = load_config(["--norm", "batchnorm", "--device", "cpu", "--batch-size", "2"])
     with pytest.raises(UserError, match=r"batchnorm.*on CUDA only, and 2 processes run on cpu"):
-        runtime.start(config)
+        setup.start(config)
 
 
 def pooled(rank: int, place: str) -> None:
     """One process's half of a batch: outputs, gradients and statistics into a file."""
     dist.init_process_group("gloo", init_method=f"file://{place}/meet", rank=rank, world_size=2)
     model = torch.nn.ModuleList([single()])
-    distributed.pool_statistics(model, runtime.Runtime(torch.device("cpu"), rank, 2))
+    parallel.pool_statistics(model, parallel.Runtime(torch.device("cpu"), rank, 2))
     x = rows(4).chunk(2)[rank].clone().requires_grad_()
     y = model[0](x)
     (y * rows(4).flip(1).chunk(2)[rank]).sum().backward()

@@ -21,8 +21,7 @@ from data import load_tokenizer, tokenizer
 from tools import convert, sample
 from tools.interchange import resolved
 from tools.vocabulary import merges, recognize, tokenizer_files
-from training.checkpoint import load_model
-from training.model_file import about, model_weights, read_about, save_model
+from training.checkpoint import about, load_model, model_weights, read_about, save_model
 
 
 @pytest.fixture

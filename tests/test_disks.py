@@ -21,8 +21,7 @@ from tiny_runs import (
 )
 
 from base.cli import UserError
-from training.folder import RunFolder
-from training.stop import EXIT_STOPPED, EXIT_UNSAVED
+from training.run import EXIT_STOPPED, EXIT_UNSAVED, RunFolder
 from training.tracker import read_metrics
 
 

@@ -13,8 +13,9 @@ from distributed_worker import CASES, measure
 from tiny_runs import before_step, finish, launch, recipe, rows, saved, start, train, wait_for
 
 from configs import load_config
-from training.runtime import Runtime, accumulation
-from training.stop import EXIT_STOPPED
+from training.parallel import Runtime
+from training.run import EXIT_STOPPED
+from training.setup import accumulation
 from training.trainer import Trainer
 
 ALONE = Runtime(torch.device("cpu"))

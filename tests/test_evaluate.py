@@ -16,8 +16,7 @@ from data.dataset import open_dataset
 from data.tokenizer import ByteTokenizer, CharTokenizer, TiktokenTokenizer
 from tools import evaluate
 from tools.vocabulary import token_bytes
-from training.checkpoint import load_model
-from training.model_file import about, model_weights, save_model
+from training.checkpoint import about, load_model, model_weights, save_model
 
 TEXTS = ["to be, or not to be: été", "that is the question", "whether 'tis nobler in the mind to suffer"] * 5
 

@@ -18,8 +18,7 @@ from model import GPT, ModelConfig
 from tools import convert, evaluate, sample
 from tools.interchange import FAMILIES, their_weights
 from tools.vocabulary import json_bytes, recognize, token_bytes, tokenizer_files
-from training.checkpoint import load_model
-from training.model_file import about, model_weights, read_about, read_model, save_model
+from training.checkpoint import about, load_model, model_weights, read_about, read_model, save_model
 
 tokenizers = pytest.importorskip("tokenizers", reason="tokenizers reads a tokenizer.json, and is an extra")
 transformers = pytest.importorskip("transformers", reason="transformers is an extra of development only")

@@ -6,7 +6,7 @@ import torch
 from base.cli import UserError
 from model import GPT, ModelConfig
 from tools.interchange import FAMILIES, family_for, our_config, our_weights, their_config, their_weights
-from training.model_file import model_weights
+from training.checkpoint import model_weights
 
 SMALL = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 12, "vocab_size": 23}
 LLAMA = {"norm": "rmsnorm", "pos": "rope", "mlp": "swiglu", "bias": False}

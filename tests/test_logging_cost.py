@@ -57,7 +57,7 @@ def test_every_kind_of_work_is_counted_where_it_belongs(rounds, flags, length, l
         monkeypatch.setattr(owner, name, slow)
 
     takes(Trainer, "step", 0.010)
-    takes(Trainer, "row", 0.001, 0.003)
+    takes(logging_cost, "fetch", 0.001, 0.003)
     takes(Tracker, "log", 0.003)
     takes(Tracker, "hand_over", 0.048)  # at the end, as it would be WANDB_SECONDS later
     takes(Probe, "remember", 0.050)

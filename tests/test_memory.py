@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from model import GPT, ModelConfig
-from training.distributed import recompute
+from training.parallel import recompute
 
 CONFIG = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 32, "vocab_size": 400}
 

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from configs import load_config, replace
 from data import open_dataset
-from training.dynamics import Observed
-from training.runtime import Runtime
+from training.dynamics import Observed, fetch
+from training.parallel import Runtime
 from training.trainer import Trainer
 
 VIEWS = (
@@ -107,7 +107,7 @@ def test_nothing_is_read_back_between_logs(data, optimizer):
     calls = counts(made)
     assert calls.counts["_local_scalar_dense"] == 0
     with Calls() as control:
-        made.diverged.item()
+        made.held.item()
     assert control.counts["_local_scalar_dense"] == 1
 
 
@@ -143,7 +143,8 @@ def test_a_step_faults_no_page_in_again(data):
     script = """
         import resource, sys
         from configs import load_config
-        from training.runtime import Runtime, start
+        from training.parallel import Runtime
+        from training.setup import start
         from training.trainer import Trainer
         from data import open_dataset
 
@@ -181,7 +182,7 @@ def test_memory_does_not_grow_over_five_thousand_steps(data):
     for index in range(5000):
         values = made.step(index, index % 10 == 0)
         if index % 10 == 0:
-            made.row(values, index)
+            fetch(values)
         if index % 1000 == 999:
             gc.collect()
             sizes.append(resident())

@@ -10,8 +10,8 @@ from model import GPT, Join, ModelConfig, Norm
 from training import probe
 from training.dynamics import PartNorms
 from training.metrics import branch_names, depth_names
+from training.parallel import Runtime
 from training.probe import JoinRecord, Probe, attention_statistics, mean_angle, stream_gradients
-from training.runtime import Runtime
 
 
 class Windows:

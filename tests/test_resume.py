@@ -9,8 +9,8 @@ import pytest
 import torch
 from tiny_runs import STEPS, assert_same_end, before_step, recipe, rows, saved, train
 
-from training import checkpoint, folder, trainer
-from training.stop import EXIT_STOPPED
+from training import checkpoint, run, trainer
+from training.run import EXIT_STOPPED
 
 FLOAT16 = ("--dtype", "float16", "--residual-dtype", "compute")
 VARIANTS = {
@@ -192,7 +192,7 @@ def test_a_restart_by_torchrun_goes_on_with_its_own_run_only(stopped, monkeypatc
     assert train(*stopped) == 2  # started again by hand
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "any")
     assert train(*stopped) == 2  # by torchrun for the first time
-    mine = folder.launch()
+    mine = run.launch()
     launched.write_text(mine + "0")  # of another torchrun: an older run of the same name
     assert train(*stopped) == 2
     assert "already holds a run" in capsys.readouterr().err
@@ -205,7 +205,7 @@ def test_a_restart_by_torchrun_goes_on_with_its_own_run_only(stopped, monkeypatc
 def test_a_restart_before_the_first_checkpoint_starts_over(tmp_path, monkeypatch, capsys):
     (tmp_path / "tiny" / "checkpoints" / ".writing_step_00000000").mkdir(parents=True)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "any")
-    (tmp_path / "tiny" / ".launch").write_text(folder.launch())
+    (tmp_path / "tiny" / ".launch").write_text(run.launch())
     assert train(recipe(tmp_path)) == 0
     assert "resuming" not in capsys.readouterr().out
     assert checkpoint.newest(tmp_path / "tiny").step == STEPS

@@ -14,7 +14,7 @@ from base.cli import UserError
 from data import load_tokenizer
 from model import GPT, ModelConfig
 from tools import sample
-from training.model_file import about, model_weights, save_model
+from training.checkpoint import about, model_weights, save_model
 
 BYTE = {"name": "byte"}
 

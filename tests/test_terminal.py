@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tiny_runs import STEPS, assert_same_end, rows, saved, start, train, wait_for
 
-from training.stop import EXIT_STOPPED
+from training.run import EXIT_STOPPED
 
 
 def test_a_pipe_that_does_not_wait_and_is_full_costs_nothing(tmp_path):

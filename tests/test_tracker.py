@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from dynamics_cases import FLAGS, train_here
 
 from configs import load_config
@@ -95,7 +96,8 @@ class Service:
     def __init__(self):
         self.steps, self.times = [], []
 
-    def log(self, row, step):
+    def log(self, row, step, commit):
+        assert commit, "what is not committed waits for the next row, and is lost with a kill"
         self.steps.append(step)
         self.times.append(row["_timestamp"])
 
@@ -173,7 +175,25 @@ def test_a_full_disk_is_told_once(tmp_path, capsys):
     assert "No space left on device" in message
 
 
-def test_what_is_not_finite_is_null(tmp_path):
+def test_what_is_not_finite_is_null_and_a_tensor_a_number(tmp_path):
     t = tracker(tmp_path, "disabled")
-    t.log({"iter": 1, "a": math.nan, "b": math.inf, "c": 1.5})
-    assert read_metrics(t.path) == [{"iter": 1, "a": None, "b": None, "c": 1.5}]
+    t.log(
+        {
+            "iter": 1,
+            "a": math.nan,
+            "b": math.inf,
+            "c": 1.5,
+            "my/x": torch.tensor(0.5),
+            "my/y": torch.tensor(math.nan),
+        }
+    )
+    assert read_metrics(t.path) == [{"iter": 1, "a": None, "b": None, "c": 1.5, "my/x": 0.5, "my/y": None}]
+
+
+def test_the_first_and_the_last_value_of_each_metric_are_known_after_a_resume(tmp_path):
+    t = tracker(tmp_path, "disabled")
+    for row in ({"iter": 0, "a": 1.0}, {"iter": 1, "b": 2.0}, {"iter": 2, "a": 3.0}):
+        t.log(row)
+    again = tracker(tmp_path, "disabled")
+    again.log({"iter": 3, "b": 4.0})
+    assert (again.first, again.last) == ({"iter": 0, "a": 1.0, "b": 2.0}, {"iter": 3, "a": 3.0, "b": 4.0})

@@ -17,8 +17,9 @@ from configs import load_config
 from data import load_tokenizer, open_dataset
 from tools import sample
 from training.checkpoint import load_model
-from training.dataset import fit
-from training.runtime import Runtime
+from training.dynamics import fetch
+from training.parallel import Runtime
+from training.setup import fit
 from training.tracker import read_metrics
 from training.trainer import Trainer
 
@@ -293,7 +294,7 @@ def test_accumulation_changes_nothing(place, placement):
     whole = trainer(place, "--placement", placement, "--micro-batch-size", "8")
     parts = trainer(place, "--placement", placement, "--micro-batch-size", "2")
     for i in range(4):
-        a, b = (t.row(t.step(i, True), i) for t in (whole, parts))
+        a, b = (fetch(t.step(i, True)) for t in (whole, parts))
         assert a.keys() == b.keys()
         for key in a:
             assert a[key] == pytest.approx(b[key], rel=1e-4), key
@@ -301,7 +302,7 @@ def test_accumulation_changes_nothing(place, placement):
 
 def test_the_gradient_norm_is_the_one_before_clipping(place):
     clipped, free = trainer(place, "--grad-clip", "1e-3"), trainer(place, "--grad-clip", "0")
-    a, b = (t.row(t.step(0, True), 0) for t in (clipped, free))
+    a, b = (fetch(t.step(0, True)) for t in (clipped, free))
     assert a["train/grad_norm"] == b["train/grad_norm"] > 0.01
     model = trainer(place, "--micro-batch-size", "8").model
     model(*free.batches.batch(0, range(8)))[1].backward()
@@ -325,11 +326,11 @@ def test_float16_scales_the_loss_and_an_overflow_only_skips(place):
     assert half.scale.scale.item() == 2.0**39
     assert all(torch.equal(a, b) for a, b in zip(before, half.model.parameters(), strict=True))
     half.scale.scale.fill_(2.0**10)
-    row = half.row(half.step(0, True), 0)
+    row = fetch(half.step(0, True))
     exact = trainer(place)
-    expected = exact.row(exact.step(0, True), 0)
+    expected = fetch(exact.step(0, True))
     assert row["train/grad_norm"] == pytest.approx(expected["train/grad_norm"], rel=0.02)
-    assert not half.diverged
+    assert not half.held
     assert not any(torch.equal(a, b) for a, b in zip(before, half.model.parameters(), strict=True))
 
 
@@ -355,5 +356,5 @@ def test_validation_is_a_token_mean_that_disturbs_nothing(place):
 def test_dropout_of_a_step_depends_on_the_step_alone(place):
     a, b = (trainer(place, "--dropout", "0.3") for _ in range(2))
     torch.manual_seed(99)
-    assert a.step(0, True)["loss"] == b.step(0, True)["loss"]
-    assert a.step(1, True)["loss"] == b.step(1, True)["loss"]
+    assert a.step(0, True)["train/loss"] == b.step(0, True)["train/loss"]
+    assert a.step(1, True)["train/loss"] == b.step(1, True)["train/loss"]

@@ -15,7 +15,7 @@ from tiny_runs import recipe, train
 
 from base.cli import UserError
 from tools import sample
-from training import checkpoint, model_file
+from training import checkpoint
 
 FILES = (*checkpoint.FILES, "manifest.json")
 CASES = 280
@@ -109,7 +109,7 @@ def test_generated_damage_is_refused(run, tmp_path, capsys, seed):
             argv = [str(run), "--out-dir", str(tmp_path), "--resume"]
             said = refused(capsys, lambda argv=argv: script_main(argv))
         elif way == 1:
-            with pytest.raises(model_file.UserError) as error:
+            with pytest.raises(UserError) as error:
                 checkpoint.load_model(tmp_path / "tiny")
             said = str(error.value)
         else:
@@ -128,7 +128,7 @@ def script_main(argv: list[str]) -> None:
 
 def allowed_to_be_read(path: Path) -> None:
     """A signed file with other bits: other weights, or a refusal, but nothing else."""
-    with contextlib.suppress(model_file.UserError):
+    with contextlib.suppress(UserError):
         checkpoint.load_model(path)
 
 
@@ -157,20 +157,20 @@ def test_a_header_that_lies_is_refused(tmp_path, what):
     save_file(
         {"embed.weight": torch.ones(2, 2)}, tmp_path / "model.safetensors", metadata={"nanonorm": about}
     )
-    with pytest.raises(model_file.UserError):
+    with pytest.raises(UserError):
         checkpoint.load_model(tmp_path)
 
 
 def test_a_header_without_end_is_refused(tmp_path):
     deep = "[" * 200_000
     save_file({"embed.weight": torch.ones(2, 2)}, tmp_path / "model.safetensors", metadata={"nanonorm": deep})
-    with pytest.raises(model_file.UserError, match="damaged"):
+    with pytest.raises(UserError, match="damaged"):
         checkpoint.load_model(tmp_path)
 
 
 def test_a_foreign_safetensors_file_is_sent_to_the_converter(tmp_path):
     save_file({"wte.weight": torch.ones(2, 2)}, tmp_path / "model.safetensors")
-    with pytest.raises(model_file.UserError, match=r"tools\.convert"):
+    with pytest.raises(UserError, match=r"tools\.convert"):
         checkpoint.load_model(tmp_path)
 
 
@@ -239,5 +239,5 @@ def test_a_manifest_of_another_form_is_refused(tmp_path, text):
     path = tmp_path / "checkpoints" / "step_00000001"
     path.mkdir(parents=True)
     (path / "manifest.json").write_text(text, encoding="latin-1")
-    with pytest.raises(model_file.UserError, match="holds no whole checkpoint"):
+    with pytest.raises(UserError, match="holds no whole checkpoint"):
         checkpoint.load_model(tmp_path)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 import train as script
-from training import checkpoint, model_file
+from training import checkpoint
 from training.tracker import read_metrics
 from training.trainer import Trainer
 
@@ -128,7 +128,7 @@ def rows(run_dir: Path) -> list[dict]:
 def saved(run_dir: Path) -> tuple[dict[str, torch.Tensor], checkpoint.TrainerState]:
     """(weights, the rest) of a run's newest checkpoint."""
     found = checkpoint.newest(run_dir)
-    return model_file.read_model(found.path)[0], checkpoint.load_trainer(found)
+    return checkpoint.read_model(found.path)[0], checkpoint.load_trainer(found)
 
 
 def assert_same_end(run_dir: Path, other: Path) -> None:

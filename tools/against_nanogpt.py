@@ -41,8 +41,8 @@ from data.batches import TrainBatches
 from model import GPT
 from tools.profile.steps import WARM_UP, Steps, apart, check_rounds, steps_of
 from training.clock import flops_per_token, peak_flops
-from training.dataset import open_data
-from training.runtime import Runtime, accumulation, check_division, choose_device
+from training.parallel import Runtime
+from training.setup import accumulation, check_division, choose_device, open_data
 
 RANDOM_TOKENS = 2**22
 SHAPE = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "dropout", "bias")  # of GPTConfig

@@ -46,8 +46,7 @@ from tools.interchange import (
     their_weights,
 )
 from tools.vocabulary import BESIDE, FILES, SIZES, recognize, tokenizer_files
-from training.checkpoint import find, load_model
-from training.model_file import model_weights, read_about, save_model, save_tensors
+from training.checkpoint import find, load_model, model_weights, read_about, save_model, save_tensors
 
 WRITTEN = ("model.safetensors", "config.json", *FILES)  # what a conversion writes, and may replace
 

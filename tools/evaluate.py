@@ -25,9 +25,8 @@ from data.dataset import Dataset, open_dataset
 from data.tokenizer import load_tokenizer
 from model import GPT
 from tools.vocabulary import token_bytes
-from training.checkpoint import find, load_model
-from training.model_file import read_about
-from training.runtime import choose_device
+from training.checkpoint import find, load_model, read_about
+from training.setup import choose_device
 
 LOGITS = 2**26  # that are in memory at once
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from base.cli import UserError
 from model import GPT, NORMS, BatchNorm, ModelConfig, Norm
-from training.model_file import model_weights
+from training.checkpoint import model_weights
 
 Weights = dict[str, Tensor]
 INNER = ("qkv", "gate", "up")  # the linears by which branches read

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from base.cli import UserError, explanation
 from model import GPT, ModelConfig
-from training.model_file import check_weights
+from training.checkpoint import check_weights
 
 Weights = dict[str, Tensor]
 

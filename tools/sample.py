@@ -14,9 +14,8 @@ from torch import Tensor
 from base.cli import STRICT, Positional, UserError, options, require, run
 from data import load_tokenizer
 from model import GPT
-from training.checkpoint import find, load_model
-from training.model_file import read_about
-from training.runtime import choose_device
+from training.checkpoint import find, load_model, read_about
+from training.setup import choose_device
 
 LENGTHS = 64  # contexts are filled up to multiples of this
 

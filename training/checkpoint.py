@@ -8,6 +8,8 @@
 
 A checkpoint is written under a temporary name, synced, and renamed, so one that has its name is whole. Names
 that begin with a dot are unfinished work (`.writing_*`, `.deleting_*`), which the next start clears away.
+
+Nothing in a checkpoint is trusted: what does not describe a model, or is not this model's, is refused in one sentence.
 """
 
 import contextlib
@@ -26,15 +28,17 @@ from typing import Any, TypeVar
 import torch
 from pydantic import ConfigDict, ValidationError
 from pydantic.dataclasses import dataclass
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from base.cli import UserError
+from base.files import atomic_folder
 from model import GPT, ModelConfig
-from training.model_file import check_weights, model_weights, read_model, save_model, sketch
 
 FORMAT = 1
 FILES = ("model.safetensors", "trainer.pt")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, config=ConfigDict(strict=True))
@@ -100,35 +104,13 @@ def save(
     """Writes the checkpoint of step `state.progress.step`; deletes all but the best and the newest `keep`.
 
     weights: tensors by name. about: {"model": ..., "tokenizer": ...}, JSON. val_loss: of exactly this step, or
-    None. Raises OSError when the disk fails, or when there is this step already, and leaves all as it was.
+    None. Raises UserError when the disk fails, or when there is this step already, and leaves all as it was.
     """
     final = run_dir / "checkpoints" / f"step_{state.progress.step:08d}"
-    with writing(final) as folder:
+    with atomic_folder(final) as folder:
         write(folder, weights, about, state, val_loss)
     tidy(run_dir, keep)
     return final
-
-
-@contextlib.contextmanager
-def writing(final: Path, replacing: bool = False) -> Iterator[Path]:
-    """A folder to write into. What it holds at the end is synced and renamed to `final`; after a failure it is gone.
-
-    replacing: what `final` holds is deleted, but only then.
-    """
-    temporary = final.with_name(f".writing_{final.name}")
-    try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        yield temporary
-        for file in sorted(temporary.iterdir()):
-            sync(file)
-        sync(temporary)
-        if replacing:
-            shutil.rmtree(final, ignore_errors=True)
-        os.replace(temporary, final)
-        sync(final.parent)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def write(path: Path, weights: dict, about: dict, state: TrainerState, val_loss: float | None) -> None:
@@ -141,16 +123,6 @@ def write(path: Path, weights: dict, about: dict, state: TrainerState, val_loss:
     body["sha256"] = {name: digest(path / name) for name in FILES}
     manifest = {"body": body, "sha256": digest_of(body)}
     (path / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-
-
-def sync(path: Path) -> None:
-    if path.is_dir() and os.name == "nt":
-        return  # Windows cannot open a folder to sync it
-    handle = os.open(path, os.O_RDONLY if os.name != "nt" else os.O_RDWR)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def digest(path: Path) -> str:
@@ -295,6 +267,7 @@ def load_trainer(checkpoint: Checkpoint, kind: type[State] = TrainerState) -> St
     file = checkpoint.path / "trainer.pt"
     try:
         state = kind(**torch.load(file, map_location="cpu", weights_only=True))
+        state.optimizer = upgraded(state.optimizer)
     except ValidationError as e:
         raise UserError(f"{file} is not what nanonorm saves: {e.errors()[0]['loc'][0]} is wrong") from None
     except Exception as e:  # torch.load raises nearly anything on a damaged file
@@ -302,6 +275,111 @@ def load_trainer(checkpoint: Checkpoint, kind: type[State] = TrainerState) -> St
     if state.progress.step != checkpoint.step:
         raise UserError(f"{file} is of another step than the manifest beside it")
     return state
+
+
+def save_model(path: Path, weights: dict, about: dict) -> None:
+    """`path/model.safetensors`: contiguous weights, and `about` in the header."""
+    # One entry: the library writes several in an order that changes, and equal models would differ in their bytes.
+    save_tensors(path / "model.safetensors", weights, {"nanonorm": json.dumps(about)})
+
+
+def save_tensors(file: Path, weights: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    """A safetensors file with the permissions that any new file gets; the library's own is its owner's alone."""
+    file.touch()
+    mode = file.stat().st_mode
+    save_file({name: t.detach().contiguous() for name, t in weights.items()}, file, metadata=metadata)
+    with contextlib.suppress(OSError):  # a file system without permissions
+        file.chmod(mode)
+
+
+def model_weights(model: GPT) -> dict[str, Tensor]:
+    """What a checkpoint holds, by name: the parameters, a tied one once, and BatchNorm's running statistics."""
+    saved = model.state_dict().keys()
+    buffers = {name: b for name, b in model.named_buffers() if name in saved}
+    return {name: p.detach() for name, p in model.named_parameters()} | buffers
+
+
+def read_model(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """(weights by name, {"model": ..., "tokenizer": ...} from the header) of `path/model.safetensors`.
+
+    Raises UserError.
+    """
+    with opened(path) as f:
+        return upgraded({name: f.get_tensor(name) for name in f.keys()}), header(f, path)  # noqa: SIM118
+
+
+def upgraded(named: dict[str, T]) -> dict[str, T]:
+    """Weights, or what belongs to them, under the names that they have today: some were renamed."""
+    return named
+
+
+def read_about(path: Path) -> dict[str, Any]:
+    """What the header of `path/model.safetensors` says, without its weights. Raises UserError."""
+    with opened(path) as f:
+        return header(f, path)
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[Any]:
+    """`path/model.safetensors`, with what goes wrong in reading it as a UserError."""
+    file = path / "model.safetensors"
+    try:
+        with safe_open(file, "pt") as f:
+            yield f
+    except UserError:
+        raise
+    except FileNotFoundError:
+        raise UserError(f"{path} holds no checkpoint: there is no {file}") from None
+    except (SafetensorError, OSError, ValueError, RecursionError) as e:
+        raise UserError(f"{file} is damaged: {str(e).partition(chr(10))[0]}") from None
+
+
+def header(f: Any, path: Path) -> dict[str, Any]:
+    text = (f.metadata() or {}).get("nanonorm")
+    about = text and json.loads(text)
+    file = path / "model.safetensors"
+    if about is None:
+        raise UserError(f"{file} was not written by nanonorm; `python -m tools.convert` reads others")
+    if not (isinstance(about, dict) and isinstance(about.get("model"), dict) and "tokenizer" in about):
+        raise UserError(f"{file} does not say which model and tokenizer it holds")
+    return about
+
+
+def sketch(described: dict[str, Any], weights: dict[str, Tensor], path: Path) -> GPT:
+    """The model that a header describes, on the meta device, where a lie about its size costs nothing."""
+    problem = f"{path}/model.safetensors describes a model that cannot be built"
+    try:
+        config = ModelConfig(**described)
+    except (TypeError, ValidationError) as e:
+        reason = e.errors()[0]["msg"] if isinstance(e, ValidationError) else e
+        raise UserError(f"{problem}: {reason}") from None
+    if not config.vocab_size or config.n_layer > len(weights):
+        raise UserError(f"{problem} from its weights")
+    try:
+        with torch.device("meta"):
+            return GPT(config)
+    except (RuntimeError, OverflowError):
+        raise UserError(f"{problem}: it is too large") from None
+
+
+def check_weights(model: GPT, weights: dict[str, Tensor], where: Path | str) -> None:
+    """Raises UserError that names the first weight that is missing, unknown or of another shape."""
+    own = model_weights(model)
+    for name in sorted(own.keys() | weights.keys()):
+        if name not in weights:
+            raise UserError(f"{where} lacks the weight {name}, which this model has")
+        if name not in own:
+            raise UserError(f"{where} has a weight {name}, which this model does not")
+        if own[name].shape != weights[name].shape:
+            have, want = tuple(weights[name].shape), tuple(own[name].shape)
+            raise UserError(f"{where}: {name} has shape {have}, and this model wants {want}")
+        if own[name].is_floating_point() != weights[name].is_floating_point():
+            raise UserError(f"{where}: {name} holds {weights[name].dtype}, and weights are floating-point")
+
+
+def about(model: GPT, tokenizer: dict) -> dict[str, Any]:
+    """What the header of model.safetensors says."""
+    return {"model": asdict(model.config), "tokenizer": tokenizer}
 
 
 def find(directory: str | Path, which: str = "latest") -> Path:

@@ -6,7 +6,7 @@ import time
 import torch
 
 from model import GPT, Linear
-from training.runtime import Runtime
+from training.trainer import Trainer
 
 # Dense bfloat16 FLOP/s with float32 accumulation, from the vendors' data sheets; the first name that fits counts.
 PEAK_FLOPS = {
@@ -44,8 +44,9 @@ def flops_per_token(model: GPT) -> int:
     return 6 * weights + 12 * config.n_layer * config.n_head * config.head_width * config.block_size
 
 
-def peak_rate(model: GPT, runtime: Runtime) -> float | None:
+def peak_rate(trainer: Trainer) -> float | None:
     """Tokens per second of all processes at their devices' peak; None where that is not known."""
+    runtime, model = trainer.runtime, trainer.model
     if runtime.device.type != "cuda" or model.compute_dtype not in (torch.bfloat16, torch.float16):
         return None
     peak = peak_flops(torch.cuda.get_device_name(runtime.device))

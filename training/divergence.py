@@ -1,168 +1,209 @@
-"""When a run diverges: where it began, what was healthy, what usually helps, and the step kept for replay.
+"""When a run diverges: where it began, how it came to that, what usually helps, and the step kept for replay.
 
-A step fails when its loss or gradient is not finite, or its loss is more than `max_loss_rise` nats above the
-lowest loss logged since the run was started or resumed, once the warm-up is over. The device notices by
-itself and changes nothing from then on (Trainer.update), so however late the host looks, the state is the
-one before the failed step. The diagnosis computes that step's gradient again.
+A step fails when its loss, its gradient or the RMS of its stream is not finite. A *spike* begins with a loss that is
+more than `max_loss_rise` nats above the lowest one logged since the run was started or resumed, once the warm-up is
+over; it fails when it has lasted `max_rise_steps` steps. The device notices both by itself and changes nothing from
+then on (Trainer.judge), so however late the host looks, the state is the one before that step. A spike is reported,
+kept for replay, and gone on with; a failure ends the run. The diagnosis computes the step's gradient again.
 """
 
 import math
-from dataclasses import asdict, dataclass
+import shutil
+import statistics
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import pydantic
 from torch import Tensor
 
+from base.cli import UserError
+from base.files import atomic_folder
 from configs import Config, replace, to_toml
-from data.dataset import Dataset
-from training import checkpoint, model_file
-from training.metrics import depth_names
-from training.runtime import Runtime
+from model import PLACEMENTS
+from training import checkpoint
+from training.dynamics import fetch
+from training.metrics import Row, depth_names, parse
+from training.parallel import Runtime
+from training.run import Run
 from training.trainer import Trainer
 
 EXIT_CODE = 3  # 2 is a user's mistake, 1 a fault of the program
-
-ADVICE = {
-    "pre": "a lower --lr or a longer --warmup-iters; --placement sandwich also bounds what each branch adds",
-    "post": "a longer --warmup-iters first, then a lower --lr; deep post-norm wants --residual-scale deepnorm",
-    "output": "a lower --lr or a longer --warmup-iters; --placement sandwich also normalizes what branches read",
-    "sandwich": "a lower --lr or a longer --warmup-iters, as every branch is normalized on both sides already",
-}
+KEPT_SPIKES = 3  # the newest
+HISTORY = 64  # rows at most that a failed step is compared with
 
 
 class Diverged(RuntimeError):
-    """Training has stopped; the message is the report."""
+    """Training has stopped; the message is the report, and `row` is that of step `step`, which has failed."""
+
+    def __init__(self, report: str, step: int, row: dict[str, float]):
+        super().__init__(report)
+        self.step, self.row = step, row
 
 
 @pydantic.dataclasses.dataclass(config=checkpoint.PLAIN)
 class FailedState(checkpoint.TrainerState):
-    """The state before a step that failed, and what `replay` needs besides."""
+    """The state before a step that failed or began a spike, and what `replay` needs besides."""
 
     loss_limit: float
     tokens: Tensor
     targets: Tensor
-    healthy: dict[str, int | float]
+    high_steps: int
+    history: list[dict[str, int | float]]
+    """Rows before it, a few of them, the first and the last among them."""
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What is wrong with one step, and the depth at which it begins (`layer_03.mlp`)."""
+    """What is wrong with a step, the depth at which it begins (`layer_03.mlp`), and its row."""
 
     cause: str
     place: str
     where: str
+    row: dict[str, float]
+
+
+class History:
+    """The rows of a run so far: the first, the last, and some between them that are evenly spread."""
+
+    def __init__(self):
+        self.spread: list[Row] = []
+        self.last: list[Row] = []
+        self.count, self.every = 0, 1
+
+    def add(self, row: Row) -> None:
+        if self.count % self.every == 0:
+            self.spread.append(row)
+        if len(self.spread) > HISTORY:
+            del self.spread[1::2]
+            self.every *= 2
+        self.count, self.last = self.count + 1, [row]
+
+    @property
+    def rows(self) -> list[Row]:
+        return self.spread + [row for row in self.last if row not in self.spread[-1:]]
 
 
 class Guard:
-    """Follows the losses of a run and ends it when a step has failed."""
+    """Follows the rows of a run, tells of its spikes and ends it when a step has failed."""
 
-    def __init__(self, trainer: Trainer, dataset: Dataset, run_dir: Path):
-        self.trainer, self.dataset, self.run_dir = trainer, dataset, run_dir
+    def __init__(self, trainer: Trainer, run: Run):
+        self.trainer, self.run = trainer, run
         self.lowest = math.inf
-        self.healthy: dict[str, float] = {}
+        self.history = History()
 
-    def read(self, values: dict[str, Tensor], index: int, wait: bool) -> dict[str, float]:
-        """The first table's row of step `index`, whose `values` Trainer.step gave; empty if it was not watched.
+    def check(self, row: dict[str, float], step: int) -> bool:
+        """Whether `step`, counted from 1, has been made; takes `diverged` and `spike` out of its row where they are 0.
 
-        Raises Diverged if this step or one before it has failed, which is looked at where the step was watched, or
-        with `wait`: the host waits for the device then.
+        False after a spike has been reported: the steps from the one that began it on are to be made again. Raises
+        Diverged if a step has failed.
         """
-        row = self.trainer.row(values, index) if "parts" in values else {}
-        if row.pop("diverged") if row else wait and self.trainer.diverged.item():
+        if row.pop("diverged"):
             self.stop()
-        if row:
-            self.passed(index + 1, row)
-        return row
+        if row["spike"] and self.trainer.allowed_spike != step - 1:
+            self.tell_spike()
+            return False
+        if not row["spike"]:
+            del row["spike"]
+        return True
 
-    def passed(self, step: int, row: dict[str, float]) -> None:
-        """A logged step that is healthy; from the end of the warm-up on it limits the losses to come."""
-        self.healthy = row | {"iter": step}
+    def passed(self, row: dict[str, float], step: int) -> None:
+        """Takes note of a logged step; from the end of the warm-up on, it limits the losses to come."""
+        if "spike" in row:
+            return
+        self.history.add({"iter": step} | row)
         self.lowest = min(self.lowest, row["train/loss"])
         config = self.trainer.config
         if config.run.max_loss_rise and step >= config.optim.warmup_iters:
             self.trainer.loss_limit.fill_(self.lowest + config.run.max_loss_rise)
 
-    def stop(self) -> None:
-        """Diagnoses the failed step, saves it and raises Diverged; all processes take part."""
-        trainer = self.trainer
-        index = int(trainer.failed_step)
-        found = diagnose(trainer, index, self.healthy)
-        text = report(found, index, self.healthy, trainer.config)
-        state = trainer.state()
-        saved = trainer.runtime.on_main(lambda: self.save(index, *state, text))
-        trainer.runtime.refuse(Diverged(f"{text}\n{saved}\n{self.way_on()}"), EXIT_CODE)
+    def tell_spike(self) -> None:
+        """Reports and keeps the step that has begun a spike, and lets the run go on; all processes take part."""
+        index = int(self.trainer.held_step)
+        found = diagnose(self.trainer, index, self.history.rows)
+        text = report(found, "spiked", index, self.history.rows, self.trainer.config)
+        folder = self.run.folder.path / "spikes" / f"step_{index + 1:08d}"
+        saved = self.save(folder, index, text)
+        for old in (
+            sorted(folder.parent.glob("step_*"))[:-KEPT_SPIKES] if self.trainer.runtime.is_main else []
+        ):
+            shutil.rmtree(old, ignore_errors=True)
+        self.run.tell(f"{text}\n{saved}\n  then     training goes on")
+        self.trainer.allow_spike()
 
-    def save(self, index: int, weights: dict, moments: dict, scaler: tuple[float, int], text: str) -> str:
-        """A checkpoint of the state before the failed step, with its batch; whole or absent. Returns what it did."""
-        trainer, folder = self.trainer, self.run_dir / "diverged"
+    def stop(self) -> NoReturn:
+        """Diagnoses the failed step, saves it and raises Diverged; all processes take part."""
+        index, rows = int(self.trainer.held_step), self.history.rows
+        found = diagnose(self.trainer, index, rows)
+        text = report(found, "diverged", index, rows, self.trainer.config)
+        saved = self.save(self.run.folder.path / "diverged", index, text)
+        row = (found.row if found else {}) | {"diverged": 1}
+        error = Diverged(f"{text}\n{saved}\n{self.way_on()}", index + 1, row)
+        self.trainer.runtime.raise_on_main(error, EXIT_CODE)
+
+    def save(self, folder: Path, index: int, text: str) -> str:
+        """A checkpoint of the state before a step, with its batch; whole or absent. Says what it did. A collective."""
+        trainer = self.trainer
         config = replace(trainer.config, "optim", micro_batch_size=trainer.micro_batch)
         tokens, targets = trainer.batches.batch(index, range(config.optim.batch_size))
-        state = FailedState(
-            progress=checkpoint.Progress(step=index),
-            scaler=scaler,
-            optimizer=moments,
-            config=asdict(config),
-            data=self.dataset.fingerprint,
+        weights, state = self.run.state(
+            config,
+            checkpoint.Progress(step=index),
+            FailedState,
             loss_limit=trainer.loss_limit.item(),
+            high_steps=int(trainer.high_steps),
             tokens=tokens,
             targets=targets,
-            healthy=self.healthy,
+            history=self.history.rows,
         )
-        about = model_file.about(trainer.model, self.dataset.meta.get("tokenizer"))
+        if not trainer.runtime.is_main:
+            return ""
         try:
-            with checkpoint.writing(folder, replacing=True) as path:
-                checkpoint.write(path, weights, about, state, None)
+            with atomic_folder(folder, replace=True) as path:
+                checkpoint.write(path, weights, self.run.header, state, None)
                 (path / "config.toml").write_text(to_toml(config), encoding="utf-8")
                 (path / "report.txt").write_text(text + "\n", encoding="utf-8")
-        except OSError as e:
-            return f"  saved    nothing, as {folder} cannot be written ({e.strerror or e})"
+        except UserError as e:
+            return f"  saved    nothing, as {e}"
         return f"  saved    state, batch and this report; python train.py --replay {folder} repeats the step"
 
     def way_on(self) -> str:
-        if not any(found.step for found in checkpoint.listed(self.run_dir)):
+        if not any(found.step for found in checkpoint.listed(self.run.folder.path)):
             return "  then     nothing was saved after step 0; start anew with --overwrite and one of these changes"
         return (
-            f"  then     the checkpoints are untouched; --resume would meet the same step again, so start a new "
-            f"run with --init-from {self.run_dir} and one of these changes"
+            "  then     the checkpoints are untouched; --resume would meet the same step again, so start a new "
+            f"run with --init-from {self.run.folder.path} and one of these changes"
         )
 
 
-def diagnose(trainer: Trainer, index: int, healthy: dict[str, float]) -> Diagnosis | None:
+def diagnose(trainer: Trainer, index: int, rows: list[Row]) -> Diagnosis | None:
     """Computes the gradient of step `index` and says where it fails; None if it does not.
 
-    healthy: the last row of the first table before it, which a loss that jumps is compared with. A collective.
+    rows: of steps before it, which a loss that jumps is compared with. A collective.
     """
-    put_back = trainer.keep_statistics()
-    loss, squares, residual_rms = trainer.gradient(index, watch=True)
-    put_back()
-    row = trainer.row(
-        {
-            "diverged": trainer.diverged,
-            "loss": loss,
-            "grad_norm": squares.sum().sqrt(),
-            "parts": trainer.norms.by_part(squares),
-            "residual_rms": residual_rms,
-        },
-        index,
-    )
-    limit = trainer.loss_limit.item()
-    loss = row["train/loss"]
-    if not math.isfinite(loss):
-        cause = "the loss is not finite"
-    elif loss > limit:
-        rise = trainer.config.run.max_loss_rise
-        cause = f"the loss is {loss:.4f}, more than {rise:g} nats above the lowest one logged"
-    elif not math.isfinite(row["train/grad_norm"]):
-        cause = "the gradient is not finite"
-    else:
-        return None
+    loss, squares, stream_squares = trainer.gradient(index, watch=True)
+    trainer.clear()
+    metrics = {"train/loss": loss, "train/grad_norm": squares.sum().sqrt()}
+    row = fetch(metrics | trainer.by_place(squares, stream_squares))
     place, where = (
         broken_weight(trainer)
-        or broken_stream(trainer, residual_rms)
+        or broken_stream(trainer, stream_squares)
         or broken_gradient(trainer, squares)
-        or largest_growth(row, healthy)
+        or largest_growth(row, rows)
     )
-    return Diagnosis(cause, place, where)
+    if not math.isfinite(row["train/loss"]):
+        cause = "the loss is not finite"
+    elif row["train/loss"] > trainer.loss_limit.item():
+        rise = trainer.config.run.max_loss_rise
+        cause = f"the loss is {row['train/loss']:.4f}, more than {rise:g} nats above the lowest one logged"
+        cause += f", as in {int(trainer.high_steps)} steps before" if trainer.high_steps else ""
+    elif not math.isfinite(row["train/grad_norm"]):
+        cause = "the gradient is not finite"
+    elif not stream_squares.isfinite().all():
+        cause = "the RMS of the stream is not finite"
+    else:
+        return None
+    return Diagnosis(cause, place, where, row)
 
 
 def broken_weight(trainer: Trainer) -> tuple[str, str] | None:
@@ -175,15 +216,15 @@ def broken_weight(trainer: Trainer) -> tuple[str, str] | None:
     return places(trainer)[depth], f"the weight {name} is not finite{others}"
 
 
-def broken_stream(trainer: Trainer, residual_rms: Tensor) -> tuple[str, str] | None:
-    """The lowest depth at which the stream is not finite."""
+def broken_stream(trainer: Trainer, stream_squares: Tensor) -> tuple[str, str] | None:
+    """The lowest depth at which the stream, or its mean square, is not finite."""
     names = depth_names(trainer.config.model.n_layer)
-    finite = residual_rms.isfinite().tolist()
+    finite = stream_squares.isfinite().tolist()
     if all(finite):
         return None
     depth = finite.index(False)
     below = f"finite up to {names[depth - 1]} and not" if depth else "not finite"
-    return names[depth], f"the stream is {below} after {names[depth]}"
+    return names[depth], f"the stream's RMS is {below} after {names[depth]}"
 
 
 def broken_gradient(trainer: Trainer, squares: Tensor) -> tuple[str, str] | None:
@@ -197,17 +238,20 @@ def broken_gradient(trainer: Trainer, squares: Tensor) -> tuple[str, str] | None
     return places(trainer)[depth], f"the stream is finite; the gradient is {down_to} at {name}"
 
 
-def largest_growth(row: dict[str, float], healthy: dict[str, float]) -> tuple[str, str]:
-    """Where stream or gradient has grown most since the last healthy row."""
+def largest_growth(row: Row, rows: list[Row]) -> tuple[str, str]:
+    """Where stream or gradient has grown most over their medians in the rows before; embed where there are none."""
     tables = {"residual_rms": "the stream's RMS", "grad_norm": "the gradient norm"}
-    growth = {
-        (value / healthy.get(key, 1.0) if healthy.get(key) else 0.0): key
-        for key, value in row.items()
-        if key.partition("/")[0] in tables
-    }
-    factor, key = max(growth.items())
-    table, _, place = key.partition("/")
-    return place, f"everything is finite; {tables[table]} at {place} has grown most, {factor:.3g} times"
+    grown = {"residual_rms/embed": 1.0}
+    for key, value in row.items():
+        if parse(key)[0].name in tables and (seen := [r[key] for r in rows if r.get(key)]):
+            grown[key] = value / statistics.median_low(seen)
+    key = max(grown, key=grown.get)
+    quantity, place = parse(key)
+    what = f"{tables[quantity.name]} at {place.text}"
+    return (
+        place.text,
+        f"everything is finite; {what} is {grown[key]:.3g} times its median so far, the most of all",
+    )
 
 
 def broken_parameters(trainer: Trainer, finite: Tensor) -> list[tuple[int, str]]:
@@ -228,22 +272,28 @@ def depth_of(name: str, n_layer: int) -> int:
     return 2 * n_layer + 1 if top == "head" else 0
 
 
-def report(found: Diagnosis | None, index: int, healthy: dict[str, float], config: Config) -> str:
-    """The message, a line per question."""
+def report(found: Diagnosis | None, what: str, index: int, rows: list[Row], config: Config) -> str:
+    """The message, a line per question. what: diverged or spiked."""
     if found is None:
-        return f"step {index + 1} failed once, but computed again it is healthy: its arithmetic is not repeatable"
-    lines = [f"step {index + 1} diverged: {found.cause}", f"  where    {found.place}: {found.where}"]
-    if healthy:
-        lines.append(
-            f"  healthy  step {healthy['iter']}: loss {healthy['train/loss']:.4f}, "
-            f"gradient norm {healthy['train/grad_norm']:.3g}, {healthy_here(healthy, found.place)}"
-        )
+        return f"step {index + 1} {what} once, but computed again it is healthy: its arithmetic is not repeatable"
+    lines = [f"step {index + 1} {what}: {found.cause}", f"  where    {found.place}: {found.where}"]
+    if rows:
+        lines.append(path_to(found, index + 1, rows))
     return "\n".join([*lines, *(f"  try      {advice}" for advice in advise(config))])
 
 
-def healthy_here(healthy: dict[str, float], place: str) -> str:
-    known = {"stream RMS": f"residual_rms/{place}", "gradient norm": f"grad_norm/{place}"}
-    return f"at {place} " + ", ".join(f"{what} {healthy[k]:.3g}" for what, k in known.items() if k in healthy)
+def path_to(found: Diagnosis, step: int, rows: list[Row]) -> str:
+    """The first and the last row before a step, and the step itself, in a line."""
+    seen = [rows[0], *rows[1:][-1:], {"iter": step} | found.row]
+    names = {"loss": "train/loss", "gradient norm": "train/grad_norm"}
+    here = {"stream RMS": f"residual_rms/{found.place}", "gradient norm": f"grad_norm/{found.place}"}
+    names |= {f"{name} at {found.place}": key for name, key in here.items()}
+    parts = [
+        f"{name} {' -> '.join(f'{row[key]:.4g}' for row in seen)}"
+        for name, key in names.items()
+        if all(key in row for row in seen)
+    ]
+    return f"  path     step {' -> '.join(str(row['iter']) for row in seen)}: {', '.join(parts)}"
 
 
 def advise(config: Config) -> list[str]:
@@ -253,10 +303,23 @@ def advise(config: Config) -> list[str]:
         advice.append("--dtype bfloat16 or float32, as float16 ends at 65,504")
     if not config.optim.grad_clip:
         advice.append("--grad-clip 1")
-    advice.append(ADVICE[model.placement])
+    advice.append(advice_by_norms(frozenset().union(*(PLACEMENTS[name] for name in model.placements))))
     if model.qk_norm == "off":
         advice.append("--qk-norm head, which bounds the attention logits")
     return advice
+
+
+def advice_by_norms(norms: frozenset[str]) -> str:
+    """For branches that have these of the norms in, out and post."""
+    if "post" in norms:
+        first = "a longer --warmup-iters first, then a lower --lr"
+        return first if "in" in norms else f"{first}; deep post-norm wants --residual-scale deepnorm"
+    first = "a lower --lr or a longer --warmup-iters"
+    if {"in", "out"} <= norms:
+        return f"{first}, as every branch is normalized on both sides already"
+    if "in" in norms:
+        return f"{first}; --placement sandwich also bounds what each branch adds"
+    return f"{first}; --placement sandwich also normalizes what branches read"
 
 
 @dataclass(frozen=True)
@@ -273,27 +336,30 @@ class SavedBatch:
 class Replay(Trainer):
     """A trainer that knows one batch and has nothing to evaluate."""
 
-    def open(self, dataset: SavedBatch) -> None:
-        self.batches = dataset
+    def sources(self, dataset: SavedBatch) -> tuple[SavedBatch, None]:
+        return dataset, None
 
 
 def replay(config: Config, runtime: Runtime) -> None:
-    """Repeats the failed step of `config.start.replay`; raises Diverged with the report if it fails again."""
+    """Repeats the step of `config.start.replay`; raises Diverged with the report if it fails or spikes again."""
     path = Path(config.start.replay)
     if not (path / "report.txt").exists():
-        raise model_file.UserError(f"{path} is not the `diverged` folder that a run leaves behind")
+        raise UserError(f"{path} is no folder that a run leaves in `diverged` or `spikes`")
     found = checkpoint.check(path)
-    weights, _ = model_file.read_model(path)
+    weights, _ = checkpoint.read_model(path)
     state = checkpoint.load_trainer(found, FailedState)
     trainer = Replay(config, runtime, SavedBatch(state.tokens, state.targets))
-    model_file.check_weights(trainer.model, weights, path)
+    checkpoint.check_weights(trainer.model, weights, path)
     trainer.check_state(state.optimizer, path)
     trainer.load_weights(weights)
     trainer.load_state(state.optimizer, state.scaler)
     trainer.loss_limit.fill_(state.loss_limit)
-    step, healthy = state.progress.step, state.healthy
-    diagnosis = diagnose(trainer, step, healthy)
+    trainer.high_steps.fill_(state.high_steps)
+    index = state.progress.step
+    diagnosis = diagnose(trainer, index, state.history)
     if diagnosis:
-        runtime.refuse(Diverged(report(diagnosis, step, healthy, config)), EXIT_CODE)
+        what = "spiked" if path.parent.name == "spikes" else "diverged"
+        text = report(diagnosis, what, index, state.history, config)
+        runtime.raise_on_main(Diverged(text, index + 1, diagnosis.row), EXIT_CODE)
     if runtime.is_main:
-        print(f"step {step + 1} does not fail here: other kernels, another dtype or device than in the run")
+        print(f"step {index + 1} does not fail here: other kernels, another dtype or device than in the run")

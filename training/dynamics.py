@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from model import GPT, Norm
-from training.distributed import is_shard
 from training.metrics import branch_names, part_names
-from training.runtime import Runtime
+from training.parallel import Runtime, is_shard
 
 
 def parts(model: GPT) -> Iterator[tuple[str, nn.Parameter, str]]:
@@ -47,6 +46,18 @@ class Observed(nn.Module):
         lengths: list[Tensor] = []
         loss, _ = self.model.loss(tokens, targets, watch=lambda x: lengths.append(row_norms(x)))
         return loss, torch.stack(lengths).square().mean((1, 2)) / self.model.config.n_embd
+
+
+def named(quantity: str, places: Sequence[str], values: Tensor) -> dict[str, Tensor]:
+    """Metrics by name: a quantity at each place, values [number of places]."""
+    return {f"{quantity}/{place}": value for place, value in zip(places, values.unbind(), strict=True)}
+
+
+def fetch(metrics: dict[str, Tensor | float]) -> dict[str, float]:
+    """The same metrics as numbers; those that are 0-d tensors come by one transfer from their device."""
+    tensors = {name: value.float() for name, value in metrics.items() if isinstance(value, Tensor)}
+    numbers = torch.stack(list(tensors.values())).tolist() if tensors else []
+    return metrics | dict(zip(tensors, numbers, strict=True))
 
 
 def row_norms(x: Tensor) -> Tensor:

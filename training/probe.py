@@ -17,16 +17,16 @@ from torch import Tensor
 
 from data.batches import EvalWindows
 from model import GPT, Join, Norm
-from training.distributed import is_shard
-from training.dynamics import PartNorms, local, mean_square
+from training.dynamics import PartNorms, fetch, local, mean_square
 from training.metrics import branch_names, depth_names
+from training.parallel import is_shard
 
 PROBE_WINDOWS = 4
 SCORES = 2**22  # attention scores that are taken together
 
 
 class Probe:
-    """The second table of a run. `remember` goes before the step whose update is to be measured."""
+    """The closer look of a run. `remember` goes before the step whose update is to be measured."""
 
     def __init__(self, model: GPT, windows: EvalWindows, norms: PartNorms):
         self.model, self.norms, self.layers = model, norms, dict(norm_names(model))
@@ -40,7 +40,7 @@ class Probe:
         self.before = [local(p).detach().clone() for p in self.norms.params]
 
     def measure(self, loss_scale: float | Tensor = 1.0) -> dict[str, float]:
-        """The second table's values by name, by one transfer. `update_ratio/...` only after a `remember`.
+        """What the closer look finds, by name, by one transfer. `update_ratio/...` only after a `remember`.
 
         loss_scale: what the loss is multiplied by for the backward pass, so that float16 does not underflow.
         """
@@ -53,7 +53,7 @@ class Probe:
                 _, loss = self.model(self.tokens, self.targets)
             values |= joins.values() | scores.values()
             values |= stream_gradients(loss, joins.streams, loss_scale)
-        return dict(zip(values, torch.stack(list(values.values())).tolist(), strict=True))
+        return fetch(values)
 
 
 @contextlib.contextmanager

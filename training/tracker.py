@@ -65,6 +65,8 @@ class Tracker:
 
     A row is in metrics.jsonl at once. wandb gets the rows of WANDB_SECONDS together, a call for each: the first call
     after a while takes tens of times as long as those that follow it.
+
+    first, last: the first and the last value that the run has had of each metric, before it was resumed too.
     """
 
     def __init__(self, run_dir: Path, config: Config, facts: dict[str, Any], wandb_id: str | None):
@@ -74,6 +76,10 @@ class Tracker:
         self.unwritten = b""
         self.waiting: list[dict[str, Any]] = []
         self.handed = -math.inf
+        self.first: dict[str, Any] = {}
+        self.last: dict[str, Any] = {}
+        for row in read_metrics(self.path) if self.path.exists() else []:
+            self.note(row)
         if config.run.wandb != "disabled":
             with self.surviving_wandb():
                 self.start_wandb(run_dir, config, facts)
@@ -122,13 +128,20 @@ class Tracker:
             raise RuntimeError(f"no space left in {self.wandb_dir}")
 
     def log(self, row: dict[str, Any]) -> None:
-        """All numbers of one step; a number that is not finite is written as null."""
-        row = {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in row.items()}
+        """All numbers of one step, also as 0-d tensors; a number that is not finite is written as null."""
+        row = {k: v if isinstance(v, int | None) else float(v) for k, v in row.items()}
+        row = {k: v if v is None or math.isfinite(v) else None for k, v in row.items()}
+        self.note(row)
         self.append(json.dumps(row, allow_nan=False).encode() + b"\n")
         if self.run:
             self.waiting.append(row | {"_timestamp": time.time()})
             if time.monotonic() - self.handed >= WANDB_SECONDS:
                 self.hand_over()
+
+    def note(self, row: dict[str, Any]) -> None:
+        for name, value in row.items():
+            self.first.setdefault(name, value)
+        self.last |= row
 
     def hand_over(self) -> None:
         """Gives wandb the rows that wait; before a checkpoint, as a run that resumes there does not log them again."""
@@ -138,7 +151,8 @@ class Tracker:
                 for row in rows:
                     if self.offline:
                         self.check_room()
-                    self.run.log({k: v for k, v in row.items() if k != "iter"}, step=row["iter"])
+                    numbers = {k: v for k, v in row.items() if k != "iter"}
+                    self.run.log(numbers, step=row["iter"], commit=True)  # else wandb keeps the last one back
 
     def append(self, line: bytes) -> None:
         """Whole lines or nothing; what a failing disk does not take is told once and tried again with the next."""

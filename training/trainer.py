@@ -5,7 +5,6 @@ state to save: a run that resumes at step i is the run that never stopped, where
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,10 +13,15 @@ from torch import Tensor
 
 from base.cli import UserError
 from configs import Config
-from data.batches import EvalWindows, TrainBatches
+from data.batches import GOLDEN, EvalWindows, TrainBatches
 from data.dataset import Dataset
 from model import GPT
-from training.distributed import (
+from training.checkpoint import model_weights
+from training.dynamics import Observed, PartNorms, named
+from training.metrics import depth_names, part_names
+from training.optimizer import learning_rate, make_optimizer
+from training.parallel import (
+    Runtime,
     assign,
     pool_statistics,
     recompute,
@@ -27,11 +31,7 @@ from training.distributed import (
     synchronized,
     whole,
 )
-from training.dynamics import Observed, PartNorms
-from training.metrics import depth_names, part_names
-from training.model_file import model_weights
-from training.optimizer import learning_rate, make_optimizer
-from training.runtime import Runtime, accumulation
+from training.setup import accumulation
 
 SCALE_START, SCALE_INTERVAL = 2.0**16, 2000
 MOMENTS = (set(), {"step", "exp_avg", "exp_avg_sq"}, {"momentum_buffer"})  # of no step yet, AdamW, Muon
@@ -69,42 +69,53 @@ class Trainer:
         self.config, self.runtime = config, runtime
         optim, self.block_size = config.optim, config.model.block_size
         self.accumulation, self.micro_batch = accumulation(config, runtime.world)
-        self.open(dataset)
+        self.batches, self.windows = self.sources(dataset)
         torch.manual_seed(config.run.seed)
         self.model = GPT(config.model).to(runtime.device)
-        self.module = self.wrap()
+        self.observed, self.module = self.wrapped()
         # The objects that the optimizer knows: under FSDP shards, whatever stands in the model later.
         self.parameters = dict(self.model.named_parameters())
         saved = model_weights(self.model).items()
         self.statistics = [b for name, b in saved if name not in self.parameters]  # BatchNorm's
+        self.statistics_before: list[Tensor] = []
         self.optimizer = make_optimizer(self.model, optim)
         self.scale = LossScale.make(config.model.dtype, runtime.device)
         self.norms = PartNorms(self.model, runtime)
         self.max_norm = optim.grad_clip or math.inf
         self.loss_limit = torch.tensor(math.inf, device=runtime.device)
-        self.failed_step = torch.tensor(-1, device=runtime.device)
+        self.high_steps, self.held_step = torch.tensor([0, -1], device=runtime.device)
+        self.held, self.failed = torch.tensor([False, False], device=runtime.device)
+        self.allowed_spike = -1
 
-    def open(self, dataset: Dataset) -> None:
+    def sources(self, dataset: Dataset) -> tuple[TrainBatches, EvalWindows]:
         """Where batches come from; a replay has another source."""
         optim, run = self.config.optim, self.config.run
-        self.batches = TrainBatches(
-            dataset.train, block_size=self.block_size, batch_size=optim.batch_size, seed=run.seed
-        )
-        self.windows = EvalWindows(dataset.val, block_size=self.block_size, max_tokens=run.eval_tokens)
+        shape = {"block_size": self.block_size, "batch_size": optim.batch_size}
+        batches = TrainBatches(dataset.train, **shape, seed=run.seed)
+        return batches, EvalWindows(dataset.val, block_size=self.block_size, max_tokens=run.eval_tokens)
 
-    def wrap(self) -> torch.nn.Module:
+    def wrapped(self) -> tuple[Observed, torch.nn.Module]:
+        """The model with its statistics, as evaluation runs it and, wrapped for several processes, as training does."""
         pool_statistics(self.model, self.runtime)
         if self.config.run.activation_checkpointing:
             recompute(self.model)
-        fsdp = self.runtime.world > 1 and self.config.run.parallel == "fsdp"
-        if fsdp:
+        several, fsdp = self.runtime.world > 1, self.config.run.parallel == "fsdp"
+        if several and fsdp:
             shard(self.model, self.runtime)
-        self.observed = Observed(self.model)
+        observed = Observed(self.model)
         if self.config.run.compile:
-            self.observed.compile()
-        return (
-            replicate(self.observed, self.runtime) if self.runtime.world > 1 and not fsdp else self.observed
-        )
+            observed.compile()
+        return observed, replicate(observed, self.runtime) if several and not fsdp else observed
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.config.optim.batch_size * self.block_size
+
+    def unigram_entropy(self) -> float:
+        """Of the validation windows, in nats: the loss of a model that knows how often each token comes."""
+        tokens, _ = self.windows.batch(range(len(self.windows)))
+        share = tokens.flatten().bincount().double() / tokens.numel()
+        return torch.special.entr(share).sum().item()
 
     def rows(self, micro_step: int) -> range:
         """This process's rows of the global batch in one micro-batch."""
@@ -116,43 +127,41 @@ class Trainer:
             return [t.pin_memory().to(self.runtime.device, non_blocking=True) for t in tensors]
         return [t.to(self.runtime.device) for t in tensors]
 
-    def step(self, index: int, watch: bool) -> dict[str, Tensor]:
-        """One optimizer step, the `index`-th counted from 0; the values of the first table, on the device.
+    def step(self, index: int, watch: bool) -> dict[str, Tensor | float]:
+        """One optimizer step, the `index`-th counted from 0; its metrics by name, on the device, all if `watch`.
 
-        A step whose loss or gradient is not finite, or whose loss is above `loss_limit`, changes nothing, and
-        neither does any after it: `failed_step` is then its index, and the state is the one before it.
+        A metric of each step is one line here. A step that fails changes nothing, and neither does any after it:
+        `held_step` is its index then, and `held` and `failed` are true. So it is, without `failed`, with the first
+        step of a spike, until it is taken again as the `allowed_spike`.
         """
-        put_back = self.keep_statistics()
-        loss, squares, residual_rms = self.gradient(index, watch)
+        loss, squares, stream_squares = self.gradient(index, watch)
         norm = squares.sum().sqrt()
-        self.update(index, loss, norm)
-        put_back()
-        values = {"diverged": self.diverged, "loss": loss, "grad_norm": norm}
+        self.update(index, loss, norm, stream_squares)
+        metrics = {"train/loss": loss, "train/grad_norm": norm}
         if watch:
-            values |= {"parts": self.norms.by_part(squares), "residual_rms": residual_rms}
-        return values
+            metrics |= self.by_place(squares, stream_squares)
+            metrics["train/lr"] = learning_rate(index, self.config.optim)
+        return metrics | {"diverged": self.failed, "spike": 1 if index == self.allowed_spike else self.held}
 
-    def keep_statistics(self) -> Callable[[], None]:
-        """A function that puts running statistics, which forward moves, back to what they are now if a step failed."""
-        before = [b.clone() for b in self.statistics]
+    def by_place(self, squares: Tensor, stream_squares: Tensor) -> dict[str, Tensor]:
+        """The gradient norm of every part and the stream's RMS at every depth, from what `gradient` gives."""
+        n_layer = self.config.model.n_layer
+        return named("grad_norm", part_names(n_layer), self.norms.by_part(squares)) | named(
+            "residual_rms", depth_names(n_layer), stream_squares.sqrt()
+        )
 
-        @torch.no_grad()
-        def put_back() -> None:
-            for now, then in zip(self.statistics, before, strict=True):
-                now.copy_(torch.where(self.diverged, then, now))
-
-        return put_back
-
-    @property
-    def diverged(self) -> Tensor:
-        """Whether a step has failed; bool, on the device."""
-        return self.failed_step >= 0
+    def allow_spike(self) -> None:
+        """Lets the step that began a spike, and with it the run, go on."""
+        self.allowed_spike = int(self.held_step)
+        self.held_step.fill_(-1)
+        self.held.fill_(False)
 
     def gradient(self, index: int, watch: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(loss, squared gradient norm of every parameter, stream RMS at every depth if `watch`) of one step.
+        """(loss, squared gradient norm of every parameter, mean square of the stream at every depth if `watch`).
 
         The gradient itself, times the loss scale, is left in the parameters.
         """
+        self.statistics_before = [b.clone() for b in self.statistics]
         losses, squares = [], []
         for micro_step in range(self.accumulation):
             self.seed(index, micro_step)
@@ -164,55 +173,66 @@ class Trainer:
             squares.append(square)
         loss = self.runtime.mean(torch.stack(losses).mean())
         gradient_squares = self.norms.squares([p.grad for p in self.norms.params]) / self.scale.scale**2
-        residual_rms = self.runtime.mean(torch.stack(squares).mean(0)).sqrt() if watch else None
-        return loss, gradient_squares, residual_rms
+        return loss, gradient_squares, self.runtime.mean(torch.stack(squares).mean(0)) if watch else None
 
-    def update(self, index: int, loss: Tensor, norm: Tensor) -> None:
-        """Clips, unscales and applies the gradient; skipped on the device where the step fails."""
-        bad = ~norm.isfinite()
-        fails = ~loss.isfinite() | (loss > self.loss_limit) | (bad & (self.scale.scale <= 1))
-        self.failed_step = torch.where(fails & ~self.diverged, index, self.failed_step)
+    def update(self, index: int, loss: Tensor, norm: Tensor, stream_squares: Tensor | None) -> None:
+        """Clips, unscales and applies the gradient; skipped on the device where the step is held."""
+        bad = norm * 0 != 0  # in half as many operations as isfinite
+        overflow = bad & (self.scale.scale <= 1) if self.scale.dynamic else bad
+        self.judge(index, loss, overflow, stream_squares)
         clip = (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
         self.optimizer.grad_scale = self.scale.scale / clip
-        self.optimizer.found_inf = (bad | self.diverged).float()
+        self.optimizer.found_inf = (bad | self.held).float()
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(index, self.config.optim)
         self.optimizer.step()
+        self.scale.update(bad, hold=self.held)
+        self.clear()
+
+    def judge(self, index: int, loss: Tensor, overflow: Tensor, stream_squares: Tensor | None) -> None:
+        """Notes, on the device, whether this step fails or begins a spike, unless one before it has."""
+        fails = (loss * 0 != 0) | overflow
+        if stream_squares is not None:
+            fails = fails | ~stream_squares.isfinite().all()
+        high_steps = (self.high_steps + 1) * (loss > self.loss_limit)
+        if self.config.run.max_rise_steps:
+            fails = fails | (high_steps >= self.config.run.max_rise_steps)
+        stops = fails if index == self.allowed_spike else fails | (high_steps == 1)
+        self.failed = torch.where(self.held, self.failed, fails)
+        self.held_step = torch.where(self.held | ~stops, self.held_step, index)
+        self.held = self.held | stops
+        self.high_steps = torch.where(self.held, self.high_steps, high_steps)
+
+    @torch.no_grad()
+    def clear(self) -> None:
+        """Drops the gradient; if the step is held, running statistics, which `gradient` moves, are as before it."""
         self.optimizer.zero_grad(set_to_none=True)
-        self.scale.update(bad, hold=self.diverged)
+        for now, before in zip(self.statistics, self.statistics_before, strict=True):
+            now.copy_(torch.where(self.held, before, now))
 
     def seed(self, index: int, micro_step: int) -> None:
         """Fixes the dropout of one micro-batch on one process."""
         place = (index * self.accumulation + micro_step) * self.runtime.world + self.runtime.rank
-        seed = self.config.run.seed * 0x9E3779B97F4A7C15 + place & 0x7FFFFFFFFFFFFFFF
+        seed = (self.config.run.seed * GOLDEN + place) % 2**63
         # The device's own generator: torch.manual_seed visits every kind of device, at each step.
         torch.default_generator.manual_seed(seed)
         if self.runtime.device.type != "cpu":
             torch.get_device_module(self.runtime.device).manual_seed(seed)
 
-    def row(self, values: dict[str, Tensor], index: int) -> dict[str, float]:
-        """What `step(watch=True)` gave, by one transfer, under its names in metrics.jsonl; and `diverged`, 0 or 1."""
-        n_layer = self.config.model.n_layer
-        names = ["diverged", "train/loss", "train/grad_norm"]
-        names += [f"grad_norm/{part}" for part in part_names(n_layer)]
-        names += [f"residual_rms/{depth}" for depth in depth_names(n_layer)]
-        flat = torch.cat([v.reshape(-1).float() for v in values.values()]).tolist()
-        return dict(zip(names, flat, strict=True)) | {"train/lr": learning_rate(index, self.config.optim)}
-
     @torch.no_grad()
     def evaluate(self) -> float:
         """The mean loss in nats over the fixed validation windows, which the processes share."""
         self.observed.eval()
-        total, count, share = 0.0, 0, self.micro_batch * self.runtime.world
+        losses, counts, share = [], [], self.micro_batch * self.runtime.world
         for first in range(0, len(self.windows), share):
             start = first + self.runtime.rank * self.micro_batch
             tokens, targets = self.eval_batch(range(start, start + self.micro_batch))
-            loss, _ = self.observed(*self.to_device(tokens, targets), False)
-            scored = int((targets != -1).sum())
-            total, count = total + (loss.item() * scored if scored else 0.0), count + scored
+            losses.append(self.observed(*self.to_device(tokens, targets), False)[0])
+            counts.append(int((targets != -1).sum()))
         self.observed.train()
         reshard(self.model)
-        total, count = self.runtime.totals([total, count])
+        pairs = zip(torch.stack(losses).tolist(), counts, strict=True)  # the one wait for the device
+        total, count = self.runtime.totals([sum(loss * n for loss, n in pairs if n), sum(counts)])
         return total / count
 
     def eval_batch(self, rows: range) -> tuple[Tensor, Tensor]:

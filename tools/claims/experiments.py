@@ -19,7 +19,7 @@ from configs import Config, OptimConfig, RunConfig
 from data import ensure_prepared, open_dataset
 from model import ModelConfig
 from tools.claims.claim import Check
-from training.runtime import Runtime
+from training.parallel import Runtime
 from training.trainer import Trainer
 
 if TYPE_CHECKING:

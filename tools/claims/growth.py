@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from tools.claims.claim import Check, at_least, at_most, figure
 from tools.claims.experiments import SHAPE, SHORT, Experiment, Row, mean, short_run, those
 from tools.claims.small import PLACEMENTS
+from training.dynamics import fetch
 from training.metrics import depth_names
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ def work(job: Row) -> Row:
     for step in range(LOOKED_AT[-1] + 1):
         values = trainer.step(step, watch=step in LOOKED_AT)
         if step in LOOKED_AT:
-            row = trainer.row(values, step)
+            row = fetch(values)
             rms.append([row[depth] for depth in DEPTHS])
     return {"rms": rms}
 

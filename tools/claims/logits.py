@@ -36,7 +36,7 @@ def work(job: Row) -> Row:
         if step % SPACING == 0:
             seen = probe.measure()
             logits.append(max(v for name, v in seen.items() if name.startswith("attn_logit_max/")))
-        losses.append(trainer.step(step, watch=False)["loss"].item())
+        losses.append(trainer.step(step, watch=False)["train/loss"].item())
     measured = {"logit": logits, "final": sum(losses[-AVERAGED:]) / AVERAGED}
     return measured if job["qk_norm"] == "off" else measured | {"bound": qk_bound(trainer.model)}
 

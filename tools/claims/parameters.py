@@ -24,7 +24,7 @@ from tools.claims.small import (
     small_model,
 )
 from tools.fold import Converted, fold, last_linear, ln_to_rms, readers
-from training.model_file import model_weights
+from training.checkpoint import model_weights
 from training.optimizer import make_optimizer
 from training.probe import norm_names
 

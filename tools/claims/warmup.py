@@ -34,7 +34,7 @@ def work(job: Row) -> Row:
     model, warmup = VARIANTS[job["variant"]]
     optim = {"lr": job["lr"], "min_lr": job["lr"], "warmup_iters": warmup}
     trainer = short_run(model | {"n_layer": job["n_layer"]}, optim, job["seed"])
-    losses = [trainer.step(step, watch=False)["loss"].item() for step in range(STEPS)]
+    losses = [trainer.step(step, watch=False)["train/loss"].item() for step in range(STEPS)]
     tokens, _ = trainer.windows.batch(range(len(trainer.windows)))
     return {
         "loss": losses[::SPACING],

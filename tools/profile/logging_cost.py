@@ -12,9 +12,9 @@ import torch
 
 from base.timing import seconds
 from configs import Config
-from training.dataset import open_data
+from training.dynamics import fetch
 from training.probe import Probe
-from training.runtime import start
+from training.setup import open_data, start
 from training.tracker import WANDB_SECONDS, Tracker
 from training.trainer import Trainer
 
@@ -84,7 +84,7 @@ class Watched:
         if look:
             self.probe.remember()
         values = self.trainer.step(self.steps, watch)
-        row = self.trainer.row(values, self.steps) if watch else {}
+        row = fetch(values) if watch else {}
         row |= self.probe.measure(self.trainer.scale.scale) if look else {}
         self.steps += 1
         if row:

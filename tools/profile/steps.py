@@ -9,8 +9,7 @@ import torch
 from base.cli import UserError
 from base.timing import in_turn, relative, seconds
 from configs import Config, replace
-from training.dataset import open_data
-from training.runtime import start
+from training.setup import open_data, start
 from training.trainer import Trainer
 
 WARM_UP = 3  # steps before those that count
