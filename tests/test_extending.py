@@ -96,7 +96,7 @@ class MeanAbsolute(Norm):
 def toy():
     NORMS["mean_absolute"] = MeanAbsolute
     yield "mean_absolute"
-    del NORMS["mean_absolute"]
+    NORMS.pop("mean_absolute", None)
 
 
 def test_a_kind_from_outside_learns_in_every_placement(toy):

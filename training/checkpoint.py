@@ -32,7 +32,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from base.cli import UserError
+from base.cli import UserError, explanation
 from base.files import atomic_folder
 from model import GPT, ModelConfig
 
@@ -267,7 +267,7 @@ def load_trainer(checkpoint: Checkpoint, kind: type[State] = TrainerState) -> St
     file = checkpoint.path / "trainer.pt"
     try:
         state = kind(**torch.load(file, map_location="cpu", weights_only=True))
-        state.optimizer = upgraded(state.optimizer)
+        state.optimizer = upgraded(state.optimizer, state.config.get("model", {}))
     except ValidationError as e:
         raise UserError(f"{file} is not what nanonorm saves: {e.errors()[0]['loc'][0]} is wrong") from None
     except Exception as e:  # torch.load raises nearly anything on a damaged file
@@ -305,12 +305,18 @@ def read_model(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     Raises UserError.
     """
     with opened(path) as f:
-        return upgraded({name: f.get_tensor(name) for name in f.keys()}), header(f, path)  # noqa: SIM118
+        weights, about = {name: f.get_tensor(name) for name in f.keys()}, header(f, path)  # noqa: SIM118
+        return upgraded(weights, about["model"]), about
 
 
-def upgraded(named: dict[str, T]) -> dict[str, T]:
-    """Weights, or what belongs to them, under the names that they have today: some were renamed."""
-    return named
+def upgraded(named: dict[str, T], model: dict[str, Any]) -> dict[str, T]:
+    """Weights of a model so configured, or what belongs to them, under today's names.
+
+    N_post was called next_norm when placement post was the only one that had it.
+    """
+    if model.get("placement") != "post":
+        return named
+    return {name.replace(".next_norm.", ".post_norm."): value for name, value in named.items()}
 
 
 def read_about(path: Path) -> dict[str, Any]:
@@ -351,7 +357,7 @@ def sketch(described: dict[str, Any], weights: dict[str, Tensor], path: Path) ->
     try:
         config = ModelConfig(**described)
     except (TypeError, ValidationError) as e:
-        reason = e.errors()[0]["msg"] if isinstance(e, ValidationError) else e
+        reason = explanation(e) if isinstance(e, ValidationError) else e
         raise UserError(f"{problem}: {reason}") from None
     if not config.vocab_size or config.n_layer > len(weights):
         raise UserError(f"{problem} from its weights")
