@@ -32,7 +32,6 @@ from base.cli import (
     checked,
     did_you_mean,
     explain,
-    explanation,
     flags_from,
     nearest,
     require,
@@ -40,7 +39,6 @@ from base.cli import (
     underflows,
 )
 from data import DataConfig
-from data.command_line import read_flags
 from model import ModelConfig
 
 Interval = Annotated[int, Field(ge=0)]
@@ -355,13 +353,6 @@ def clauses(mistake: ValidationError, section: str) -> str:
         else:
             found.append(f"unknown key {name}{did_you_mean(name, OWNER)}")
     return sentence(found)
-
-
-def command_line(cls: Any, argv: Sequence[str], prog: str, description: str | None = None) -> Any:
-    try:
-        return read_flags(cls, argv, prog, description or cls.__doc__, UserError)
-    except ValidationError as e:
-        raise UserError(explanation(e)) from None
 
 
 def to_toml(config: Config) -> str:

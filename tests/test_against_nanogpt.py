@@ -11,7 +11,7 @@ from tiny_runs import recipe as tiny_recipe
 from base.cli import UserError
 from configs import load_config
 from tools import against_nanogpt as against
-from tools.against_nanogpt import Peer, summary, with_data
+from tools.against_nanogpt import Options, Peer, with_data
 from tools.profile.steps import steps_of
 
 PEER = '''
@@ -75,12 +75,13 @@ PEAKS = {"ours": 2**30, "nanogpt": 3 * 2**29}
 
 
 @pytest.mark.parametrize(("peak", "mfu"), [(None, (None, None)), (4.0, (0.25, 1 / 6))])
-def test_the_line_is_by_hand(monkeypatch, peak, mfu):
+def test_the_line_is_by_hand(monkeypatch, checkout, peak, mfu):
     """Of 16 steps of one token: 2 seconds of ours and 3 of nanoGPT's a step, where the peak is 4 tokens a second."""
     config = load_config(["--batch-size", "8", "--vocab-size", "5", "--n-layer", "1", "--block-size", "2"])
     monkeypatch.setattr(against, "flops_per_token", lambda model: 10 * model.config.n_layer)
     monkeypatch.setattr(against, "peak_flops", lambda device: peak and peak * 80)
-    found = summary(config, TIMES, PEAKS, "a device")
+    monkeypatch.setattr(against, "compete", lambda *_: (TIMES, PEAKS, "a device"))
+    found = against.compare(Options("recipe", str(checkout), random_tokens=True), config)
     assert (found["device"], found["tokens_per_step"]) == ("a device", 16)
     assert (found["ours"]["tokens_per_s"], found["nanogpt"]["tokens_per_s"]) == (8.0, 16 / 3)
     assert (found["ours"]["peak_gib"], found["nanogpt"]["peak_gib"]) == (1.0, 1.5)

@@ -9,10 +9,9 @@ from base.cli import UserError, options
 from data import ensure_prepared
 from kernels import aot, bench
 from tools.claims import __main__ as claims
-from tools.claims import cost, experiments, growth, logits, page, warmup
-from tools.claims import outcome as outcomes
+from tools.claims import cost, experiments, page
 from tools.claims.claim import Claim, at_least, at_most, control, near
-from tools.claims.outcome import (
+from tools.claims.page import (
     CLAIMS,
     DOCS,
     EXPERIMENTS,
@@ -114,7 +113,7 @@ def test_a_mistake_is_one_sentence(argv, says):
 
 
 def test_an_experiment_off_record_is_skipped(monkeypatch, tmp_path):
-    monkeypatch.setattr(outcomes, "DOCS", tmp_path)
+    monkeypatch.setattr(page, "DOCS", tmp_path)
     assert judge_experiment(15).verdict == "skipped"
 
 
@@ -160,9 +159,9 @@ def test_numbers_survive_the_record(tmp_path):
 @pytest.mark.parametrize("number", EXPERIMENTS)
 def test_an_experiment_runs(monkeypatch, number):
     """One job, shortened, gives what the record has, in the shape of the shortened run."""
-    monkeypatch.setattr(growth, "LOOKED_AT", (0, 1, 2))
-    monkeypatch.setattr(warmup, "STEPS", 25)
-    monkeypatch.setattr(logits, "STEPS", 25)
+    monkeypatch.setattr(experiments, "LOOKED_AT", (0, 1, 2))
+    monkeypatch.setattr(experiments, "STEPS", 25)
+    monkeypatch.setattr(experiments, "LOGIT_STEPS", 25)
     experiment, recorded = EXPERIMENTS[number], experiments.load(record_of(number))[0]
     ensure_prepared(experiments.DATASET)
     job = experiment.jobs[0]

@@ -8,7 +8,7 @@ import model
 from kernels import eager, reference
 from tools import fold
 from tools.claims import parameters
-from tools.claims.outcome import check_claim
+from tools.claims.page import check_claim
 from training import optimizer
 
 
@@ -93,7 +93,7 @@ def failing(*numbers):
 def fails(number: int) -> bool:
     try:
         return check_claim(number).verdict == "FAIL"
-    except (RuntimeError, AssertionError, KeyError):
+    except (RuntimeError, AssertionError, KeyError, ValueError):
         return True
 
 
@@ -170,6 +170,19 @@ def everything_decays(monkeypatch):
     )
 
 
+def nothing_decays(monkeypatch):
+    monkeypatch.setattr(
+        optimizer, "decays", lambda model: dict.fromkeys(dict(model.named_parameters()), False)
+    )
+
+
+def keel_without_its_inner_norm(monkeypatch):
+    join_otherwise(
+        monkeypatch,
+        lambda join, x, s: (join.post_norm(x + s),) * 2 if join.post_norm and join.next_norm else None,
+    )
+
+
 def frozen_gains(monkeypatch):
     build = model.Norm.__init__
 
@@ -222,7 +235,9 @@ FAULTS = {
     gradient_without_the_projection: (12,),
     any_eps_is_taken: (9,),
     attention_sees_the_future: (1,),
+    keel_without_its_inner_norm: (12,),
     everything_decays: (19,),
+    nothing_decays: (19,),
     frozen_gains: (19,),
     fold_forgets_the_bias: (20, 22),
     fold_takes_post: (20,),

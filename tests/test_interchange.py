@@ -54,6 +54,13 @@ THEIRS = {
         WIDE
         | {"head_dim": 16, "tie_word_embeddings": True, "attention_bias": True, "num_key_value_heads": 3},
     ),
+    "gemma small, grouped": ("gemma", LLAMA | NO_PAD | {"num_key_value_heads": 1, "head_dim": 12}),
+    "gemma wide, untied, biases": (
+        "gemma",
+        WIDE
+        | NO_PAD
+        | {"head_dim": 10, "num_key_value_heads": 2, "tie_word_embeddings": False, "attention_bias": True},
+    ),
     "olmo2 small": ("olmo2", LLAMA | NO_PAD),
     "olmo2 wide, grouped, tied, biases": (
         "olmo2",
@@ -80,9 +87,17 @@ OURS = {
         **{"norm": "rmsnorm", "pos": "rope", "mlp": "swiglu", "bias": False, "qk_norm": "head"},
         **{"n_embd": 30, "head_dim": 8, "n_kv_head": 1, "tie_embeddings": False, "mlp_hidden": 40},
     },
+    "gemma": {
+        **{"norm": "rmsnorm", "pos": "rope", "mlp": "geglu", "bias": False, "gain": "zero_centred"},
+        **{"embed_scale": "sqrt_dim", "placement": "pre*4"},
+    },
+    "gemma grouped, untied": {
+        **{"norm": "rmsnorm", "pos": "rope", "mlp": "geglu", "bias": False, "gain": "zero_centred"},
+        **{"embed_scale": "sqrt_dim", "n_kv_head": 2, "head_dim": 6, "tie_embeddings": False},
+    },
     "olmo2": {
         **{"norm": "rmsnorm", "pos": "rope", "mlp": "swiglu", "bias": False, "qk_norm": "full"},
-        "placement": "output",
+        "placement": "attn:output mlp:output",
     },
     "olmo2 grouped, untied": {
         **{"norm": "rmsnorm", "pos": "rope", "mlp": "swiglu", "bias": False, "qk_norm": "full"},

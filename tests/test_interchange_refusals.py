@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from base.cli import UserError
-from model import GPT, ModelConfig
+from model import GPT, PLACEMENTS, ModelConfig
 from tools.interchange import FAMILIES, family_for, our_config, our_weights, their_config, their_weights
 from training.checkpoint import model_weights
 
@@ -16,6 +16,7 @@ LLAMA = {"norm": "rmsnorm", "pos": "rope", "mlp": "swiglu", "bias": False}
 
 def config_json(family: str) -> dict:
     switches = {"gpt2": {}, "llama": LLAMA, "qwen3": LLAMA | {"qk_norm": "head"}}
+    switches["gemma"] = LLAMA | {"mlp": "geglu", "gain": "zero_centred", "embed_scale": "sqrt_dim"}
     switches["olmo2"] = LLAMA | {"qk_norm": "full", "placement": "output"}
     return their_config(FAMILIES[family], ModelConfig(**SMALL | switches[family]))
 
@@ -39,6 +40,8 @@ REFUSED_IN = [
     ("olmo2", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "rope_parameters.rope_type is"),
     ("olmo2", {"num_attention_heads": 3, "head_dim": 5}, "n_head 3 is not a multiple of n_kv_head 2"),
     ("llama", {"hidden_size": None}, "n_embd is None"),
+    ("gemma", {"hidden_act": "silu"}, "hidden_act is 'silu'"),
+    ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
 ]
 
 
@@ -72,6 +75,15 @@ def test_a_weight_too_few_or_too_many_is_named(family):
 
 # ---- what goes out
 
+SWITCHES = [  # our value, and the one that a family without a word for the switch needs
+    ("residual_scale", "lns", "one"),
+    ("residual_scale", 0.5, "one"),
+    ("v_norm", True, False),
+    ("gain", "none", "one"),
+    ("logit_softcap", 30.0, 0.0),
+    ("norm", "dyt", "layernorm"),
+]
+
 
 @pytest.mark.parametrize(
     ("switches", "reason"),
@@ -88,11 +100,27 @@ def test_a_weight_too_few_or_too_many_is_named(family):
         ({"n_kv_head": 1}, "n_kv_head were 2, not 1"),
         ({"head_dim": 4}, "head_dim were 8, not 4"),
         (LLAMA | {"norm": "layernorm"}, "norm were rmsnorm, not layernorm"),
-        (LLAMA | {"placement": "sandwich"}, "placement were pre, not sandwich"),
         (
             LLAMA | {"qk_norm": "full"},
             "llama would if qk_norm were off, not full; qwen3 would if qk_norm were head, not full; "
             "olmo2 would if placement were output, not pre",
+        ),
+        (LLAMA | {"gain": "zero_centred"}, "llama would if gain were one, not zero_centred"),
+        (
+            LLAMA | {"mlp": "geglu", "gain": "zero_centred"},
+            "gemma would if embed_scale were sqrt_dim, not 1.0",
+        ),
+        *(
+            ({name: value}, f"gpt2 would if {name} were {were}, not {value}")
+            for name, value, were in SWITCHES
+        ),
+        *(
+            (
+                LLAMA | {"placement": name, "qk_norm": "full"},
+                f"olmo2 would if placement were output, not {name}",
+            )
+            for name in (*PLACEMENTS, "post*1 pre*3", "attn:keel mlp:none")
+            if name != "output"
         ),
         (LLAMA | {"n_embd": 18, "n_head": 4, "head_dim": 4}, "n_embd were 20, not 18"),
     ],

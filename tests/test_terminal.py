@@ -1,6 +1,5 @@
 """What is printed and not read, or cannot be written, costs a run nothing."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -10,16 +9,6 @@ import pytest
 from tiny_runs import STEPS, assert_same_end, rows, saved, start, train, wait_for
 
 from training.run import EXIT_STOPPED
-
-
-def test_a_pipe_that_does_not_wait_and_is_full_costs_nothing(tmp_path):
-    command = "from data.terminal import forgive_output; forgive_output(); print('x' * 10**6, flush=True)"
-    ours, theirs = os.pipe()
-    os.set_blocking(theirs, False)
-    done = subprocess.run([sys.executable, "-c", command], stdout=theirs, stderr=subprocess.PIPE)
-    os.close(ours)
-    os.close(theirs)
-    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_a_reader_of_the_output_that_goes_away_costs_nothing(argv, tmp_path):

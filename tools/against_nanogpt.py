@@ -173,7 +173,10 @@ def compare(about: Options, config: Config) -> dict[str, Any]:
     check_division(config, 1)
     with with_data(config, about.random_tokens) as config:
         sides = {"ours": (steps_of, config), "nanogpt": (peer_steps, config, about.nanogpt)}
-        return summary(config, *compete(sides, about.rounds, about.steps))
+        times, peaks, device = compete(sides, about.rounds, about.steps)
+    ratio = relative(times, "nanogpt")["ours"]
+    quartiles = {"median": ratio["ratio"], "low": ratio["low"], "high": ratio["high"]}
+    return summary(config, times, peaks, device) | {"ratio": quartiles}
 
 
 @contextlib.contextmanager
@@ -192,7 +195,7 @@ def with_data(config: Config, random_tokens: bool) -> Iterator[Config]:
 
 
 def summary(config: Config, times: Times, peaks: dict[str, int], device: str) -> dict[str, Any]:
-    """What is printed."""
+    """What is printed of each side, and before it."""
     tokens, limit = config.optim.batch_size * config.model.block_size, peak_flops(device)
     with torch.device("meta"):
         flops = flops_per_token(GPT(config.model))
@@ -201,8 +204,7 @@ def summary(config: Config, times: Times, peaks: dict[str, int], device: str) ->
         rate = tokens / statistics.median(own)
         mfu = rate * flops / limit if limit else None
         found[name] = {"tokens_per_s": rate, "mfu": mfu, "peak_gib": peaks[name] / 2**30}
-    ratio = relative(times, "nanogpt")["ours"]
-    return found | {"ratio": {"median": ratio["ratio"], "low": ratio["low"], "high": ratio["high"]}}
+    return found
 
 
 def main(argv: Sequence[str]) -> None:

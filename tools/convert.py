@@ -63,7 +63,7 @@ class Target:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class FromHf(Target):
-    """A GPT-2, Llama, Qwen3 or OLMo 2 model of transformers, from a folder or from the Hugging Face hub."""
+    """A GPT-2, Llama, Qwen3, OLMo 2 or Gemma model of transformers, from a folder or from the Hugging Face hub."""
 
     source: Positional[str]
     """A folder with config.json and safetensors, or a model's name on the hub."""

@@ -184,7 +184,20 @@ OLMO2 = dataclasses.replace(
     },
 )
 
-FAMILIES = {family.name: family for family in (GPT2, LLAMA, QWEN3, OLMO2)}
+GEMMA = dataclasses.replace(
+    LLAMA,
+    name="gemma",
+    architecture="GemmaForCausalLM",
+    layout=LLAMA.layout | {"gain": "zero_centred", "embed_scale": "sqrt_dim"},
+    defaults=LLAMA.defaults | {"num_key_value_heads": 16, "head_dim": 256, "tie_word_embeddings": True},
+    activation=("hidden_act", {"gelu_pytorch_tanh": "geglu", "gelu": "geglu"}),  # both mean the tanh form
+    only=ROPE_ONLY
+    | {"hidden_activation": (None, "gelu_pytorch_tanh"), "use_bidirectional_attention": (None, False)},
+    biased={"{attn}": "attention_bias"},
+    even_heads=False,
+)
+
+FAMILIES = {family.name: family for family in (GPT2, LLAMA, QWEN3, OLMO2, GEMMA)}
 
 # nanoGPT's own files: GPT-2 with ordinary linears, and biases or none. The family is read, never written.
 NANOGPT = dataclasses.replace(
@@ -226,7 +239,7 @@ def get(table: dict, path: str, default: Any = None) -> Any:
 
 
 def family_of(theirs: dict[str, Any]) -> Family:
-    """The family of a config.json. Raises UserError for one that is not among the four."""
+    """The family of a config.json. Raises UserError for one that is none of FAMILIES."""
     kind = theirs.get("model_type")
     if kind not in list(FAMILIES):  # which a list in the file can be compared with
         raise UserError(f"model_type is {kind!r}; the families that convert are {', '.join(FAMILIES)}")
@@ -390,9 +403,10 @@ def obstacles(family: Family, config: ModelConfig) -> dict[str, tuple[Any, Any]]
 
 
 def resolved(config: ModelConfig) -> dict[str, Any]:
-    """The configuration with the numbers that its defaults stand for."""
+    """The configuration with the numbers that its defaults stand for, and a pattern of one placement by its name."""
     numbers = {"n_kv_head": config.kv_heads, "head_dim": config.head_width, "mlp_hidden": config.hidden}
-    return dataclasses.asdict(config) | numbers
+    first, *others = set(config.placements)
+    return dataclasses.asdict(config) | numbers | {"placement": config.placement if others else first}
 
 
 def family_for(config: ModelConfig) -> Family:

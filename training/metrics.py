@@ -172,10 +172,10 @@ def by_height(keys: Iterable[str]) -> list[str]:
     return sorted(keys, key=lambda key: (parse(key)[1].height, key))
 
 
-def depth_table(first: Row, last: Row) -> str:
+def depth_table(first: Row, last: Row, most: int = TABLE_LINES) -> str:
     """Stream RMS, gradient norm and largest attention logit at each depth, the first and the last that a run has seen.
 
-    first, last: names and values. No more than TABLE_LINES lines, the last of them a sentence about what is unusual:
+    first, last: names and values. No more than `most` lines, the last of them a sentence about what is unusual:
     what is not finite, logits above ODD_LOGIT, values above ODD_FACTOR times the median over all depths.
     """
     titles = {"residual_rms": "stream RMS", "grad_norm": "gradient norm", "attn_logit_max": "largest logit"}
@@ -190,7 +190,7 @@ def depth_table(first: Row, last: Row) -> str:
             odd.setdefault(depth, f"  {titles[name]} {text}")
     depths = list(columns["residual_rms"])
     lines = [f"{'':14}" + "".join(f"{title:>22}" for title in titles.values())]
-    for depth in some(depths, odd):
+    for depth in some(depths, odd, most - 2):
         cells = [change(first, last, keys.get(depth)) for keys in columns.values()]
         line = f"{depth:14}" + "".join(f"{cell:>22}" for cell in cells) + odd.get(depth, "")
         lines.append(line.rstrip())
@@ -198,9 +198,8 @@ def depth_table(first: Row, last: Row) -> str:
     return "\n".join(lines)
 
 
-def some(depths: list[str], odd: Collection[str]) -> list[str]:
+def some(depths: list[str], odd: Collection[str], room: int) -> list[str]:
     """As many of the depths as the table has room for: the odd ones first, then evenly spread ones."""
-    room = TABLE_LINES - 2
     spread = {depths[round(i * (len(depths) - 1) / (room - 1))] for i in range(room) if depths}
     chosen = sorted(depths, key=lambda depth: (depth not in odd, depth not in spread))[:room]
     return [depth for depth in depths if depth in chosen]

@@ -15,15 +15,7 @@ from pydantic.dataclasses import dataclass
 
 from base.cli import STRICT, UserError, options, run
 from tools.claims import experiments, page
-from tools.claims.outcome import (
-    EXPERIMENTS,
-    NUMBERS,
-    Outcome,
-    as_text,
-    check_claim,
-    judge_experiment,
-    record_of,
-)
+from tools.claims.page import EXPERIMENTS, NUMBERS, Outcome, as_text, check_claim, judge_experiment, record_of
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -5,11 +5,16 @@ a check that nothing fails proves nothing.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Row = dict[str, Any]  # of an experiment: a job, and what it gave
 
 
 @dataclass(frozen=True)
@@ -40,11 +45,26 @@ class Claim:
     """The figures are times, or shares of time, and differ elsewhere."""
 
 
-def claim(number: int, sentence: str, of_this_machine: bool = False) -> Callable[[Callable], Claim]:
-    """Makes a claim of the decorated function, which yields checks."""
+@dataclass(frozen=True)
+class Experiment:
+    """A claim about training. Its runs are rows of numbers; judging and drawing these needs no training."""
 
-    def of(measure: Callable[[], Iterator[Check]]) -> Claim:
-        return Claim(number, sentence, measure, of_this_machine)
+    number: int
+    sentence: str
+    setting: str
+    """What is run, for the reader."""
+    jobs: list[Row]
+    work: Callable[[Row], Row]
+    """From a job, what was measured."""
+    judge: Callable[[list[Row]], Iterable[Check]]
+    draw: Callable[[list[Row]], "Figure"]
+
+
+def claim(number: int, of_this_machine: bool = False) -> Callable[[Callable], Claim]:
+    """Makes a claim of the decorated function, which yields checks and whose docstring is the sentence."""
+
+    def of(measure: Callable[[], Iterable[Check]]) -> Claim:
+        return Claim(number, " ".join(measure.__doc__.split()), measure, of_this_machine)
 
     return of
 

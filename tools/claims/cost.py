@@ -12,6 +12,7 @@ from unittest import mock
 import torch
 
 import kernels
+from base.timing import in_turn
 from configs import load_config
 from kernels import aot, bench
 from tools.claims.claim import Skipped, at_least, at_most, claim, control, equal, figure, near
@@ -27,12 +28,9 @@ def speedup(share: float, factor: float) -> float:
     return 1 / (1 - share + share / factor)
 
 
-@claim(
-    23,
-    "Normalization's share of a training step's time is above its share of the FLOPs.",
-    of_this_machine=True,
-)
+@claim(23, of_this_machine=True)
 def training_step():
+    """Normalization's share of a training step's time is above its share of the FLOPs."""
     steps = steps_of(load_config([str(RECIPE), "--kernel", "torch", "--device", "cpu"]))
     steps()  # the first one allocates
     counts = flops(steps)
@@ -78,8 +76,9 @@ def share_of_copy(device: str, rounds: int = 20) -> dict[str, float]:
     }
 
 
-@claim(24, "Each fused join moves every element once in and once out, and nothing else.")
+@claim(24)
 def traffic():
+    """Each fused join moves every element once in and once out, and nothing else."""
     cases = [
         aot.Case(function, "rmsnorm", stream, WIDTH, ARCH)
         for function in aot.FUNCTIONS
@@ -106,27 +105,21 @@ def traffic():
 ROWS, ROUNDS = 2048, 20
 
 
-def seconds_of(kind: str, x: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor) -> float:
-    """Processor time of one forward and backward of a norm, which others on the machine do not lengthen."""
+def processor_time(kind: str, x: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor) -> float:
+    """Seconds of one forward and backward of a norm, which others on the machine do not lengthen."""
     start = time.process_time()
     torch.autograd.grad(kernels.norm(x, (weight, None), kind=kind, eps=1e-5), (x, weight), dy)
     return time.process_time() - start
 
 
-@claim(
-    25,
-    "RMSNorm saves arithmetic and no traffic, so its time is of LayerNorm's order; the ratio is measured.",
-    of_this_machine=True,
-)
+@claim(25, of_this_machine=True)
 def kinds_compared():
+    """RMSNorm saves arithmetic and no traffic, so its time is of LayerNorm's order; the ratio is measured."""
     x, dy = (random(ROWS, WIDTH, seed=seed).float() for seed in (1, 2))
     inputs = x.requires_grad_(), torch.ones(WIDTH, requires_grad=True), dy
-    # Interleaved, and the quickest round of each: whatever disturbs one only ever adds time.
-    rounds = [[seconds_of(kind, *inputs) for kind in ("rmsnorm", "layernorm")] for _ in range(ROUNDS)]
-    rms, layer = map(min, zip(*rounds, strict=True))
-    ratio = rms / layer
-    yield figure(
-        f"RMSNorm's time over LayerNorm's, forward and backward, {ROWS} rows of {WIDTH}, best of {ROUNDS}",
-        ratio,
-    )
+    contenders = {kind: partial(processor_time, kind, *inputs) for kind in ("rmsnorm", "layernorm")}
+    times = in_turn(contenders, ROUNDS)
+    ratio = min(times["rmsnorm"]) / min(times["layernorm"])  # whatever disturbs a round only ever adds time
+    what = f"RMSNorm's time over LayerNorm's, forward and backward, {ROWS} rows of {WIDTH}, best of {ROUNDS}"
+    yield figure(what, ratio)
     yield at_most("the larger of that ratio and its inverse", max(ratio, 1 / ratio), 3)

@@ -1,26 +1,19 @@
 """Claims 10 to 12: derivatives, in float64, against autograd and against central differences."""
 
+from collections.abc import Iterator
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.functional import jacobian
 
 from kernels import reference
-from model import GPT, Join, ModelConfig, Norm
+from model import GPT, PLACEMENTS, Join, ModelConfig
 from tools.claims.claim import Check, at_most, claim, control, equal
-from tools.claims.small import (
-    KINDS,
-    NAMES,
-    PLACEMENTS,
-    SHAPE,
-    largest,
-    random,
-    randomize,
-    small_model,
-    small_norm,
-)
+from tools.claims.small import NAMES, SHAPE, SIZE, largest, random, randomize, small_model, small_norm
 
-SIZE = SHAPE["n_embd"]
 ONES = torch.ones(SIZE, dtype=torch.float64)
+KEPT = [placement for placement, norms in PLACEMENTS.items() if "post" not in norms]
+RENORMED = [placement for placement, norms in PLACEMENTS.items() if "post" in norms]
 
 
 def jacobian_at(function, x: Tensor) -> Tensor:
@@ -29,13 +22,14 @@ def jacobian_at(function, x: Tensor) -> Tensor:
 
 
 def with_zero_branches(placement: str, kind: str) -> GPT:
-    """A model whose branches all add nothing."""
+    """A model whose branches all add nothing, and whose norms of a branch's output leave it so."""
     model = small_model(placement=placement, norm=kind)
     with torch.no_grad():
-        for branch in model.branches:
-            last = branch.out if hasattr(branch, "out") else branch.down
-            for p in last.parameters():
+        for branch, join in zip(model.branches, model.joins, strict=True):
+            for p in (branch.out if hasattr(branch, "out") else branch.down).parameters():
                 p.zero_()
+            if join.out_norm is not None and join.out_norm.bias is not None:
+                join.out_norm.bias.zero_()
     return model
 
 
@@ -44,23 +38,21 @@ def first_block(model: GPT, x: Tensor) -> Tensor:
     return model.joins[0](x, model.branches[0](model.entry(x, out_dtype=x.dtype)))[0]
 
 
-@claim(
-    10,
-    "With a zero branch pre-norm is the identity, and post-norm is N(x), blind to a common shift under LayerNorm.",
-)
+@claim(10)
 def zero_branches():
+    """With a zero branch the stream passes unchanged where no N_post is; where one is, it becomes N(x), blind to a
+    common shift under LayerNorm."""
     x, eye = random(SIZE), torch.eye(SIZE, dtype=torch.float64)
-    for kind in KINDS:
-        pre, post = (with_zero_branches(placement, kind) for placement in ("pre", "post"))
-        name = NAMES[kind]
-        yield at_most(
-            f"pre, {name}: |J - I|", largest(jacobian_at(lambda v, m=pre: first_block(m, v), x) - eye), 1e-12
-        )
-        token = x.view(1, 1, -1)
-        is_norm = largest(first_block(post, token) - post.joins[0].post_norm(token))
-        yield at_most(f"post, {name}: |y - N(x)|", is_norm, 1e-12)
-        shift = largest(jacobian_at(lambda v, m=post: first_block(m, v), x) @ ONES)
-        check = at_most(f"post, {name}: |J 1|", shift, 1e-12)
+    token = x.view(1, 1, -1)
+    for kind, name in NAMES.items():
+        kept = [with_zero_branches(placement, kind) for placement in KEPT]
+        changes = [largest(jacobian_at(lambda v, m=m: first_block(m, v), x) - eye) for m in kept]
+        yield at_most(f"{name}: |J - I| in {', '.join(KEPT)}", max(changes), 1e-12)
+        renormed = [with_zero_branches(placement, kind) for placement in RENORMED]
+        apart = [largest(first_block(m, token) - m.joins[0].post_norm(token)) for m in renormed]
+        yield at_most(f"{name}: |y - N(x)| in {', '.join(RENORMED)}", max(apart), 1e-12)
+        shifts = [largest(jacobian_at(lambda v, m=m: first_block(m, v), x) @ ONES) for m in renormed]
+        check = at_most(f"{name}: |J 1| in the same", max(shifts), 1e-12)
         yield check if kind == "layernorm" else control(check)
 
 
@@ -75,17 +67,18 @@ def across(*directions: Tensor) -> Tensor:
     return u
 
 
-@claim(
-    11,
-    "RMSNorm's Jacobian scales x by eps/s^3 and what is orthogonal to it by 1/s, s = sqrt(mean(x^2) + eps).",
-)
+@claim(11)
 def eigenvectors():
+    """RMSNorm's Jacobian scales x by eps/s^3 and what is orthogonal to it by 1/s, s = sqrt(mean(x^2) + eps)."""
     x = random(SIZE) + 0.5
     rms = small_norm("rmsnorm", SIZE, eps=EPS).double()
     s = (x.square().mean() + EPS).sqrt()
     J, u = jacobian_at(rms, x), across(x)
     yield at_most("RMSNorm: |J u - u / s| for u orthogonal to x", largest(J @ u - u / s), 1e-12)
     yield at_most("RMSNorm: |J x - x eps / s^3|", largest(J @ x - x * EPS / s**3), 1e-12)
+    eps_outside = jacobian_at(lambda v: v / (v.square().mean(-1, keepdim=True).sqrt() + EPS), x)
+    wrong = largest(eps_outside @ x - x * EPS / s**3)
+    yield control(at_most("|J x - x eps / s^3| of x / (rms + eps)", wrong, 1e-12))
     at_zero = jacobian_at(rms, torch.zeros_like(x)) * EPS**0.5
     yield at_most("RMSNorm at 0: |J sqrt(eps) - I|", largest(at_zero - torch.eye(SIZE)), 1e-12)
     layer = small_norm("layernorm", SIZE, eps=EPS).double()
@@ -99,35 +92,29 @@ def eigenvectors():
         J = jacobian_at(small_norm(kind, SIZE).double(), x)
         rank = int(torch.linalg.matrix_rank(J, rtol=1e-10))
         yield equal(f"{NAMES[kind]}: rank of J at eps 0 and width {SIZE}", rank, SIZE - lost)
-    eps_outside = jacobian_at(lambda v: v / (v.square().mean(-1, keepdim=True).sqrt() + EPS), x)
-    s = (x.square().mean() + EPS).sqrt()
-    yield control(
-        at_most("|J x - x eps / s^3| of x / (rms + eps)", largest(eps_outside @ x - x * EPS / s**3), 1e-12)
-    )
 
 
-def inner_join(placement: str, kind: str) -> nn.Module:
-    """A join between two branches, with random gains."""
-    join = Join(ModelConfig(**SHAPE, placement=placement, norm=kind), 0).double()
-    randomize(join, spread=0.3)
-    return join
+def handed_back(join: Join, kind: str, x: Tensor, s: Tensor, dy: Tensor, dh: Tensor) -> dict[str, Tensor]:
+    """The hand-written backward of a join: gradients by name. dy comes from the stream, dh from the next branch."""
+    names = ("out_norm", "post_norm", "next_norm")
+    gains = {n: None if (norm := getattr(join, n)) is None else norm.gain(x) for n in names}
+    how = {"kind": kind, "eps": join.eps}
+    sides = {"out": gains["out_norm"], "a": join.a, "b": join.b, **how}
+    then, found = "next_norm", {}
+    if gains["post_norm"]:  # stream and next branch read the same y, and nobody the sum
+        then = "post_norm"
+        if gains["next_norm"]:
+            _, y = reference.join(x, s, then=gains["post_norm"], **sides)
+            dh, found["next_norm"] = reference.norm_backward(dh, y, gains["next_norm"], **how)
+        dy, dh = None, dy + dh
+    dx, ds, found["out_norm"], found[then] = reference.join_backward(dy, dh, x, s, then=gains[then], **sides)
+    parts = {
+        f"{n}.{part}": t for n, pair in found.items() if pair for part, t in zip(PARTS, pair, strict=True)
+    }
+    return {"x": dx, "s": ds} | {name: t for name, t in parts.items() if t is not None}
 
 
-def handed_back(
-    placement: str, join: nn.Module, x: Tensor, s: Tensor, dr: Tensor, dy: Tensor
-) -> dict[str, Tensor]:
-    """The hand-written backward of a join: gradients by name. dr comes from the stream, dy from the next branch."""
-    norms = {"out": join.out_norm, "then": join.post_norm or join.next_norm}
-    gains = {name: (norm.weight, norm.bias) for name, norm in norms.items() if norm is not None}
-    norm: Norm = norms["then"] or norms["out"]
-    if placement == "post":  # stream and branch read the same h, and nobody the sum
-        dr, dy = None, dr + dy
-    found = reference.join_backward(dr, dy, x, s, **gains, kind=norm.kind, eps=norm.eps)
-    then = "post_norm" if join.post_norm else "next_norm"
-    names = ["x", "s", "out_norm.weight", "out_norm.bias", f"{then}.weight", f"{then}.bias"]
-    dx, ds, dout, dthen = found
-    gradients = dict(zip(names, (dx, ds, *(dout or (None, None)), *(dthen or (None, None))), strict=True))
-    return {name: gradient for name, gradient in gradients.items() if gradient is not None}
+PARTS = ("weight", "bias")
 
 
 def central_differences(function, leaf: Tensor, step: float = 1e-6) -> Tensor:
@@ -144,45 +131,38 @@ def central_differences(function, leaf: Tensor, step: float = 1e-6) -> Tensor:
     return slopes.view_as(leaf)
 
 
-def join_backward(placement: str, kind: str) -> list[Check]:
-    join = inner_join(placement, kind)
-    x, s, dr, dy = (random(2, 1, SIZE, seed=seed) for seed in range(4))
+def join_backward(placement: str, kind: str) -> Iterator[Check]:
+    join = Join(ModelConfig(**SHAPE, placement=placement, norm=kind)).double()  # between two branches
+    randomize(join, spread=0.3)
+    x, s, dy, dh = (random(2, 1, SIZE, seed=seed) for seed in range(4))
     leaves = {"x": x.requires_grad_(), "s": s.requires_grad_(), **dict(join.named_parameters())}
 
     def loss() -> Tensor:
         keeps, reads = join(x, s)
-        return (dr * keeps).sum() + (dy * reads).sum()
+        return (dy * keeps).sum() + (dh * reads).sum()
 
-    ours = {name: g for name, g in handed_back(placement, join, x, s, dr, dy).items() if name in leaves}
+    ours = handed_back(join, kind, x, s, dy, dh)
     autograd = dict(zip(leaves, torch.autograd.grad(loss(), list(leaves.values())), strict=True))
     differences = {name: central_differences(loss, leaf) for name, leaf in leaves.items()}
     of = f"{placement}, {NAMES[kind]}"
-    return [
-        equal(f"{of}: what has a gradient", ", ".join(sorted(ours)), ", ".join(sorted(leaves))),
-        at_most(f"{of}: by hand - autograd", max(largest(ours[n] - autograd[n]) for n in leaves), 1e-12),
-        at_most(
-            f"{of}: by hand - central differences",
-            max(largest(ours[n] - differences[n]) for n in leaves),
-            1e-7,
-        ),
-    ]
+    yield equal(f"{of}: what has a gradient", ", ".join(sorted(ours)), ", ".join(sorted(leaves)))
+    for truth, others, limit in (("autograd", autograd, 1e-12), ("central differences", differences, 1e-7)):
+        apart = max(largest(ours[n] - others[n]) for n in leaves)
+        yield at_most(f"{of}: by hand - {truth}", apart, limit)
 
 
-@claim(
-    12,
-    "The hand-written backward equals autograd and central differences, for both kinds and all four joins.",
-)
+@claim(12)
 def backward():
+    """The hand-written backward equals autograd and central differences, for both kinds and every join."""
     for placement in PLACEMENTS:
-        for kind in KINDS:
+        for kind in NAMES:
             yield from join_backward(placement, kind)
-    r, dr, dy, weight = (random(2, SIZE, seed=seed) for seed in range(4))
-    how = {"kind": "rmsnorm", "eps": EPS}
-    gain = weight[0], None
-    after = reference.backward_of_sum(dr, dy, r, gain, **how)[0]
-    before = reference.normalize_backward(dr + dy, r, gain, **how)[0]
+    r, dr, dh, weight = (random(2, SIZE, seed=seed) for seed in range(4))
+    gain, how = (weight[0], None), {"kind": "rmsnorm", "eps": EPS}
+    after = reference.backward_of_sum(dr, dh, r, gain, **how)[0]
+    before = reference.normalize_backward(dr + dh, r, gain, **how)[0]
     leaf = r.clone().requires_grad_()
-    y = reference.norm(leaf, gain, **how)
-    (truth,) = torch.autograd.grad((dr * leaf).sum() + (dy * y).sum(), leaf)
+    h = reference.norm(leaf, gain, **how)
+    (truth,) = torch.autograd.grad((dr * leaf).sum() + (dh * h).sum(), leaf)
     yield at_most("the sum's own gradient joins after the norm's Jacobian", largest(after - truth), 1e-12)
     yield control(at_most("the sum's own gradient joins before it", largest(before - truth), 1e-12))

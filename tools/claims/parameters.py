@@ -9,28 +9,27 @@ from torch import Tensor
 
 from base.cli import UserError
 from configs import OptimConfig
-from model import GPT, BatchNorm, ModelConfig
+from model import GPT, PLACEMENTS, BatchNorm, ModelConfig
 from tools.claims.claim import at_least, at_most, claim, control, equal, near
-from tools.claims.information import after_new_suffix
 from tools.claims.small import (
-    KINDS,
     NAMES,
     NEGLIGIBLE,
-    PLACEMENTS,
     VOCAB,
     largest,
     random,
     random_tokens,
     small_model,
 )
+from tools.claims.values import after_new_suffix
 from tools.fold import Converted, fold, last_linear, ln_to_rms, readers
 from training.checkpoint import model_weights
 from training.optimizer import make_optimizer
 from training.probe import norm_names
 
+FOLDS = [placement for placement, norms in PLACEMENTS.items() if "in" in norms or "post" not in norms]
 LAYOUTS = [
     {"norm": kind, "placement": placement, "qk_norm": qk_norm}
-    for kind in KINDS
+    for kind in NAMES
     for placement in PLACEMENTS
     for qk_norm in ("off", "head", "full")
 ]
@@ -42,16 +41,19 @@ def width_of(name: str, config: ModelConfig) -> int:
     return config.head_width if per_head else config.n_embd
 
 
-def decay_faults(model: GPT, optimizer: torch.optim.Optimizer) -> tuple[int, int]:
-    """(gains and biases that decay, parameters that are not in exactly one group)."""
+def decay_faults(model: GPT, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """How many parameters decay that must not, or the other way round, or are not in exactly one group."""
     names = {id(p): name for name, p in model.named_parameters()}
     decays: dict[str, list[bool]] = {name: [] for name in names.values()}
     for group in optimizer.param_groups:
         for p in group["params"]:
-            decays[names[id(p)]].append(group["weight_decay"] > 0)
-    spared = {names[id(norm.weight)] for _, norm in norm_names(model)}
-    spared |= {name for name in decays if name.endswith(".bias")}
-    return sum(any(decays[name]) for name in spared), sum(len(found) != 1 for found in decays.values())
+            decays[names[id(p)]].append(group["weight_decay"] == OptimConfig().weight_decay)
+    vectors = {name for name, p in model.named_parameters() if p.ndim < 2} | {"pos_embed.weight"}
+    return {
+        "gains, biases and positions that decay": sum(any(decays[name]) for name in vectors),
+        "matrices that do not": sum(not all(found) for name, found in decays.items() if name not in vectors),
+        "parameters that are not in exactly one group": sum(len(found) != 1 for found in decays.values()),
+    }
 
 
 def gain_faults(model: GPT, optimizer: torch.optim.Optimizer) -> dict[str, int]:
@@ -79,26 +81,28 @@ def with_plain_gain() -> GPT:
     return model
 
 
-@claim(19, "Gains are registered, of shape [D], have a gradient, change in a step, and do not decay.")
+@claim(19)
 def gains_train():
-    faults, decaying, misplaced, count = Counter(), 0, 0, 0
+    """Gains are registered, of shape [D], have a gradient, change in a step, and do not decay."""
+    gains, decays, count = Counter(), Counter(), 0
     for switches in LAYOUTS:
         model = small_model(torch.float32, **switches)
         optimizer = make_optimizer(model, OptimConfig())
         count += len(list(norm_names(model)))
-        decays, places = decay_faults(model, optimizer)
-        decaying, misplaced = decaying + decays, misplaced + places
-        faults.update(gain_faults(model, optimizer))
-    for fault, number in faults.items():
+        decays.update(decay_faults(model, optimizer))
+        gains.update(gain_faults(model, optimizer))
+    for fault, number in gains.items():
         yield equal(f"gains {fault}, of {count} in {len(LAYOUTS)} models", number, 0)
-    yield equal("gains and biases that decay", decaying, 0)
-    yield equal("parameters that are not in exactly one group", misplaced, 0)
+    for fault, number in decays.items():
+        yield equal(fault, number, 0)
     plain = with_plain_gain()
     for fault, number in gain_faults(plain, make_optimizer(plain, OptimConfig())).items():
         if fault != "of another shape":
             yield control(equal(f"gains {fault}, if one is a plain tensor", number, 0))
-    one_group = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
-    yield control(equal("gains and biases that decay, in one group", decay_faults(model, one_group)[0], 0))
+    for decay, what in ((0.1, "gains, biases and positions that decay"), (0.0, "matrices that do not")):
+        one_group = torch.optim.AdamW(model.parameters(), weight_decay=decay)
+        found = decay_faults(model, one_group)[what]
+        yield control(equal(f"{what}, in one group with weight decay {decay:g}", found, 0))
 
 
 def logits(model: GPT) -> Tensor:
@@ -132,32 +136,24 @@ def tracked(**switches) -> GPT:
     return model.eval()
 
 
-@claim(
-    20,
-    "A gain that only linears read folds into them, and a BatchNorm in evaluation mode too, with the same logits.",
-)
+@claim(20)
 def folding():
-    for placement in ("pre", "output", "sandwich"):
-        for kind in KINDS:
+    """A gain that only linears read folds into them, and a BatchNorm in evaluation mode too, with the same logits."""
+    for placement in FOLDS:
+        for kind, name in NAMES.items():
             model = small_model(torch.float32, norm=kind, placement=placement)
             folded = fold(model)
-            yield at_most(
-                f"{placement}, {NAMES[kind]}: change of the logits", difference(folded, model), 1e-5
-            )
-            gains = {f"{norm}.weight": model_weights(model)[f"{norm}.weight"] for norm, _ in readers(model)}
-            twice = replace(folded, weights=folded.weights | gains)
-            yield control(
-                at_most(
-                    f"{placement}, {NAMES[kind]}: with the gain in the norm as well",
-                    difference(twice, model),
-                    1e-5,
-                )
-            )
+            yield at_most(f"{placement}, {name}: change of the logits", difference(folded, model), 1e-5)
+            own = model_weights(model)
+            gains = {f"{norm}.weight": own[f"{norm}.weight"] for norm, _ in readers(model)}
+            twice = difference(replace(folded, weights=folded.weights | gains), model)
+            yield control(at_most(f"{placement}, {name}: with the gain in the norm as well", twice, 1e-5))
         model = tracked(placement=placement)
         yield at_most(f"{placement}, BatchNorm: change of the logits", difference(fold(model), model), 1e-5)
-    for kind, name in NAMES.items():
-        model = small_model(torch.float32, norm=kind, placement="post")
-        yield equal(f"post, {name}: the fold refuses", refuses(fold, model), True)
+    for placement in [placement for placement in PLACEMENTS if placement not in FOLDS]:
+        for kind, name in NAMES.items():
+            model = small_model(torch.float32, norm=kind, placement=placement)
+            yield equal(f"{placement}, {name}: the fold refuses", refuses(fold, model), True)
 
 
 @torch.no_grad()
@@ -169,16 +165,18 @@ def after_other_sequence(model: GPT) -> float:
     return largest((model(after)[0] - model(before)[0])[0])
 
 
-@claim(21, "BatchNorm leaks future tokens and other sequences in training, and does not in evaluation.")
+@claim(21)
 def batchnorm():
-    model = small_model(norm="batchnorm")
-    yield at_most("evaluation: change of a prefix logit with the suffix", after_new_suffix(model)[0], 1e-12)
-    yield at_most("evaluation: change with another sequence", after_other_sequence(model), 1e-12)
-    model.train()
-    yield control(
-        at_most("training: change of a prefix logit with the suffix", after_new_suffix(model)[0], 1e-12)
-    )
-    yield control(at_most("training: change with another sequence", after_other_sequence(model), 1e-12))
+    """BatchNorm leaks future tokens and other sequences in training, and does not in evaluation."""
+    models = [small_model(norm="batchnorm", placement=placement) for placement in PLACEMENTS]
+    suffix, other = "a prefix logit with the suffix", "a logit with another sequence"
+    of = f"in any of the {len(models)} placements"
+    for what, change in ((suffix, lambda m: after_new_suffix(m)[0]), (other, after_other_sequence)):
+        yield at_most(f"evaluation: change of {what}, {of}", max(change(m) for m in models), 1e-12)
+        least = min(change(m.train()) for m in models)
+        yield control(at_most(f"training: least change of {what}, {of}", least, 1e-12))
+        for model in models:
+            model.eval()
     x = random(2, 5, 3) + 1  # two sequences
     norm = BatchNorm(3, ModelConfig(norm="batchnorm", norm_eps=NEGLIGIBLE)).double()
     y = norm(x).flatten(0, 1)
@@ -196,10 +194,9 @@ def batchnorm():
     )
 
 
-@claim(
-    22, "In pre-norm LayerNorm's centring can move into the weights: RMSNorm on those gives the same logits."
-)
+@claim(22)
 def centring_in_the_weights():
+    """In pre-norm LayerNorm's centring can move into the weights: RMSNorm on those gives the same logits."""
     for tied in (True, False):
         model = small_model(torch.float32, tie_embeddings=tied)
         converted, head = ln_to_rms(model), "tied" if tied else "untied"

@@ -5,11 +5,9 @@ from torch import Tensor
 
 from model import GPT, ModelConfig, Norm, make_norm
 
-TIME, VOCAB = 8, 13
-SHAPE = {"n_layer": 2, "n_head": 2, "n_embd": 8, "block_size": TIME, "vocab_size": VOCAB}
-KINDS = ("layernorm", "rmsnorm")
-NAMES = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm", "batchnorm": "BatchNorm"}
-PLACEMENTS = ("pre", "post", "output", "sandwich")
+TIME, VOCAB, SIZE = 8, 13, 8
+SHAPE = {"n_layer": 2, "n_head": 2, "n_embd": SIZE, "block_size": TIME, "vocab_size": VOCAB}
+NAMES = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
 NEGLIGIBLE = 1e-30  # stands for an eps of 0, which the norms refuse
 
 

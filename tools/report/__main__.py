@@ -1,71 +1,79 @@
 """What runs have recorded, side by side.
 
-python -m tools.report out/pre out/post -o report.html      one page, for any browser, without network
-python -m tools.report out/pre out/post --png pictures      pictures for a paper or a README
-python -m tools.report out/pre --text                       a table on the terminal
+python -m tools.report out -o report.html --open       one page of all runs in out/, for any browser, without network
+python -m tools.report out/pre out/post --watch        the same while they are going: served on this machine, refreshed
+python -m tools.report out/pre out/post --png pictures  the picture for a paper or a README
+python -m tools.report out/pre --text                  a table on the terminal
+python -m tools.report out/pre out/post --csv > a.csv  all numbers, for a notebook
 """
 
 import sys
+import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-import tyro
 from pydantic.dataclasses import dataclass
 
-from base.cli import UserError
-from configs import STRICT, command_line, require, user_error
-from tools.output import new_file, say
+from base.cli import STRICT, Positional, Short, options, require, run
+from base.files import atomic_file, writing
+from tools.report.frame import as_csv
 from tools.report.page import page
-from tools.report.pictures import save_pictures
-from tools.report.runs import Run, load_runs
-from tools.report.text import depth_table
-
-Runs = Annotated[tuple[str, ...], tyro.conf.arg(metavar="RUN [RUN ...]", help_behavior_hint="")]
+from tools.report.pictures import save_overview
+from tools.report.runs import load_runs
+from tools.report.text import summary
+from tools.report.watch import serve
 
 
 @dataclass(frozen=True, config=STRICT)
 class Options:
     """Compare what runs have recorded, also while they are going."""
 
-    runs: tyro.conf.Positional[Runs]
-    """The folders of 1 to 20 runs, such as out/quickstart."""
-    output: Annotated[str, tyro.conf.arg(aliases=["-o"])] = "report.html"
+    runs: Positional[tuple[str, ...]] = ()
+    """Folders of runs, such as out/quickstart, or folders that hold runs, such as out."""
+    output: Annotated[str, Short("-o")] = "report.html"
     """The page to write."""
+    open: bool = False
+    """Show the page in a browser."""
+    watch: bool = False
+    """Serve the page to this machine's browsers and refresh it as rows come, until Ctrl-C."""
+    port: int = 0
+    """Of --watch; 0 takes a free one."""
     png: str = ""
-    """Write pictures into this folder instead of a page."""
+    """Write overview.png into this folder instead of a page."""
     text: bool = False
-    """Print a table by depth instead of a page."""
+    """Print a summary by depth instead of a page."""
+    csv: bool = False
+    """Print every recorded number, a line per run and step, instead of a page."""
 
     def __post_init__(self):
-        require(not (self.png and self.text), "--png and --text exclude each other")
+        chosen = [f"--{name}" for name in ("watch", "png", "text", "csv") if getattr(self, name)]
+        require(len(chosen) < 2, f"{' and '.join(chosen)} exclude each other")
+        require(0 <= self.port < 2**16, f"port is {self.port}; it must be from 0 to 65535")
 
 
 def main(argv: Sequence[str]) -> None:
-    try:
-        options = command_line(Options, argv, "python -m tools.report")
-        runs = load_runs(options.runs)
-        if options.text:
-            say("\n\n".join(f"{run.label}\n{depth_table(run)}" for run in runs))
-        elif options.png:
-            for path in save_pictures(runs, Path(options.png)):
-                say(str(path))
-        else:
-            write_page(runs, Path(options.output))
-            say(f"{options.output}: open it in a browser")
-    except UserError as e:
-        user_error(str(e))
-
-
-def write_page(runs: list[Run], path: Path) -> None:
-    text = page(runs)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise UserError(f"{path} cannot be written: {e.strerror}") from None
-    with new_file(path) as file:
-        file.write_text(text, encoding="utf-8")
+    chosen = options(Options, argv, "python -m tools.report")
+    if chosen.watch:
+        return serve(chosen.runs, chosen.port, chosen.open)
+    runs = load_runs(chosen.runs, skip=lambda why: print(f"left out: {why}", file=sys.stderr))
+    if chosen.text:
+        print("\n\n".join(summary(run) for run in runs))
+    elif chosen.csv:
+        print(as_csv(runs))
+    elif chosen.png:
+        print(save_overview(runs, Path(chosen.png)))
+    else:
+        path = Path(chosen.output).absolute()
+        text = page(runs)
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_file(path) as file:
+            file.write_text(text, encoding="utf-8")
+        print(f"{path}: open it in a browser")
+        if chosen.open:
+            webbrowser.open(path.as_uri())
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run(main)

@@ -1,149 +1,265 @@
-"""Runs read back from their folders, and the quantities that are recorded at every depth."""
+"""Runs read back from their folders: their settings, their state, and their numbers by name or by depth."""
 
-import difflib
-import math
+import json
 import re
+import time
 import tomllib
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from base.cli import UserError
+import numpy as np
+
+from base.cli import UserError, did_you_mean
 from configs import SECTIONS, Config
-from training.tracker import read_metrics
+from tools.report.columns import Columns
+from training.metrics import BOOKKEEPING, QUANTITIES, Place, Quantity, parse
 
-
-@dataclass(frozen=True)
-class Quantity:
-    """One group of section names in metrics.jsonl, `name/PLACE`, or `name/PLACE.suffix` for the gains."""
-
-    name: str
-    title: str
-    about: str
-    log: bool = True
-    suffix: str = ""
-
-    @property
-    def id(self) -> str:
-        return self.name + self.suffix.replace(".", "_")
-
-
-QUANTITIES = (
-    Quantity("residual_rms", "Stream RMS", "size of the residual stream after each join"),
-    Quantity("branch_rms", "Branch RMS", "size of what each branch adds to the stream"),
-    Quantity("angle_deg", "Angle, degrees", "by which each join turns the stream", log=False),
-    Quantity("grad_norm", "Gradient norm", "of the parameters of each branch"),
-    Quantity(
-        "stream_grad_rms", "Stream gradient RMS", "dL/dx of the stream: how the loss reaches this depth"
-    ),
-    Quantity("update_ratio", "Update ratio", "last update relative to the parameters, RMS over RMS"),
-    Quantity("attn_logit_max", "Largest attention logit", "absolute, over the pairs that are not masked"),
-    Quantity("attn_entropy", "Attention entropy, nats", "mean over rows; 0 looks at one token", log=False),
-    Quantity("gain", "Mean gain", "of the norms at each depth", log=False, suffix=".mean"),
-    Quantity("gain", "Largest gain", "absolute, of the norms at each depth", log=False, suffix=".max"),
-)
+STATES = ("running", "done", "stopped", "diverged")
+SILENT_MINUTES = 10  # without a new row, after which a run that says it is running may have been killed
+UNKNOWN = "unknown"
+NAMES = ("run_name", "out_dir", "seed")  # settings that tell repetitions of one experiment apart
 
 
 @dataclass(frozen=True)
 class Table:
-    """One quantity of one run: values[j][i] at steps[j] and places[i]; None where it was not finite."""
+    """One quantity of one run: values [rows, places] at steps [rows], places bottom to top; NaN: not finite."""
 
-    steps: list[int]
-    places: list[str]
-    values: list[list[float | None]]
+    steps: np.ndarray
+    places: list[Place]
+    values: np.ndarray
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run's folder, read: `config` are the tables of config.toml, with today's defaults where it is older than a
-    field, and `rows` the objects of metrics.jsonl."""
+    """A run's folder, read.
+
+    config: the tables of config.toml, with today's defaults where it is older than a field.
+    facts: run.json, empty where the run is older than that file.
+    """
 
     label: str
     path: Path
     config: dict[str, dict[str, Any]]
-    rows: list[dict[str, Any]]
+    facts: dict[str, Any]
+    columns: Columns
 
     @property
     def n_layer(self) -> int:
         return self.config["model"]["n_layer"]
 
     @property
+    def warmup(self) -> int:
+        return self.config["optim"]["warmup_iters"]
+
+    @property
     def tokens_per_step(self) -> int:
         return self.config["optim"]["batch_size"] * self.config["model"]["block_size"]
 
+    @property
+    def last_step(self) -> int:
+        return int(self.columns.steps[-1])
+
     @cached_property
-    def sections(self) -> dict[str, list[dict[str, Any]]]:
-        """The rows that have names of each section, `residual_rms` for `residual_rms/embed`."""
-        found: dict[str, list] = {}
-        for row in self.rows:
-            for section in {key.partition("/")[0] for key in row}:
-                found.setdefault(section, []).append(row)
-        return found
+    def settings(self) -> dict[str, Any]:
+        """Every field of the configuration by its name alone, which is unique."""
+        return {name: value for table in self.config.values() for name, value in table.items()}
 
-    def series(self, key: str, limit: int | None = None) -> tuple[list[int], list[float | None]]:
-        """(steps, values) of one name, at most `limit` of them."""
-        rows = thin([row for row in self.rows if key in row], limit)
-        return [row["iter"] for row in rows], [row[key] for row in rows]
+    def fact(self, name: str, kind: type = str) -> Any:
+        """A value of run.json, None where it is not there or of another type; an int is a float too."""
+        value = self.facts.get(name)
+        return value if type(value) in ((int, float) if kind is float else (kind,)) else None
 
-    def table(self, quantity: Quantity, limit: int | None = None) -> Table:
-        """One quantity at every place, bottom to top, at no more than `limit` steps."""
-        prefix = f"{quantity.name}/"
+    @cached_property
+    def marks(self) -> dict[str, list[int]]:
+        """The steps of rows that are marked: {"spike": [...], "diverged": [...]}."""
+        return {name: [int(step) for step in self.series(name)[0]] for name in ("spike", "diverged")}
 
-        rows = thin(self.sections.get(quantity.name, []), limit)
-        keys = [k for k in (rows[-1] if rows else {}) if k.startswith(prefix) and k.endswith(quantity.suffix)]
-        places = sorted((k.removeprefix(prefix).removesuffix(quantity.suffix) for k in keys), key=height)
-        steps = [row["iter"] for row in rows]
-        return Table(steps, places, [[row.get(prefix + p + quantity.suffix) for p in places] for row in rows])
+    @cached_property
+    def report(self) -> list[str]:
+        """The lines of the report of a run that has diverged."""
+        lines = self.facts.get("report")
+        if self.facts:
+            return (
+                [str(line) for line in lines] if isinstance(lines, list) and self.state == "diverged" else []
+            )
+        try:
+            return (self.path / "diverged" / "report.txt").read_text(encoding="utf-8").splitlines()
+        except (OSError, ValueError):
+            return []
+
+    @cached_property
+    def state(self) -> str:
+        """One of STATES as run.json says; of an older run what its rows prove, or else `unknown`."""
+        if self.facts:
+            return self.facts.get("state") if self.facts.get("state") in STATES else UNKNOWN
+        if self.marks["diverged"] or (self.path / "diverged" / "report.txt").is_file():
+            return "diverged"
+        return "done" if self.last_step >= self.config["optim"]["max_iters"] else UNKNOWN
+
+    @property
+    def state_in_words(self) -> str:
+        """`done`, `diverged at step 11`, `stopped at step 300 of 2000`, `running, silent for 3 h`, ..."""
+        steps = f"at step {self.last_step:,} of {self.config['optim']['max_iters']:,}"
+        if self.state == "diverged":
+            told = re.search(r"step (\d+)", self.report[0]) if self.report else None
+            step = self.marks["diverged"][-1] if self.marks["diverged"] else told and int(told[1])
+            return f"diverged at step {step:,}" if step is not None else "diverged"
+        if self.state == "running":
+            minutes = (time.time() - self.columns.path.stat().st_mtime) / 60
+            silent = f", silent for {duration(60 * minutes)}" if minutes > SILENT_MINUTES else ""
+            return f"running, {steps}{silent}"
+        return "done" if self.state == "done" else f"{self.state}, {steps}"
+
+    def series(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """(steps, values) of one name; NaN where it was not finite."""
+        found = self.columns.matrix(["iter", name])
+        return found[:, 0].astype(int), found[:, 1]
+
+    def last(self, name: str) -> float | None:
+        """The last finite value of a name, None if there is none."""
+        values = self.series(name)[1]
+        values = values[np.isfinite(values)]
+        return float(values[-1]) if len(values) else None
+
+    @cached_property
+    def places(self) -> dict[str, list[tuple[Place, str]]]:
+        """By the chart of each recorded quantity: (place, name in metrics.jsonl) of all its places, bottom to top."""
+        found: dict[str, list[tuple[Place, str]]] = {}
+        for name in self.columns.names:
+            if name not in BOOKKEEPING:
+                quantity, place = parse(name)
+                found.setdefault(chart_of(quantity), []).append((place, name))
+        return {
+            id: sorted(pairs, key=lambda pair: (pair[0].height, pair[0].text)) for id, pairs in found.items()
+        }
+
+    def table(self, quantity: Quantity) -> Table:
+        """One quantity at every place and recorded step."""
+        pairs = self.places.get(chart_of(quantity), [])
+        found = self.columns.matrix(["iter", *(name for _, name in pairs)])
+        return Table(found[:, 0].astype(int), [place for place, _ in pairs], found[:, 1:])
+
+    @cached_property
+    def hours(self) -> tuple[np.ndarray, np.ndarray]:
+        """(steps, hours of training up to them), without evaluation and checkpoints, from the recorded throughput."""
+        found = self.columns.matrix(["iter", "tokens", "perf/tokens_per_s"])
+        found = found[np.isfinite(found).all(axis=1) & (found[:, 2] > 0)]
+        seconds = np.diff(found[:, 1], prepend=0.0) / found[:, 2]
+        return found[:, 0].astype(int), np.cumsum(seconds) / 3600
+
+    @cached_property
+    def gap(self) -> tuple[np.ndarray, np.ndarray]:
+        """(steps, validation minus training loss): training as the mean of the last five rows before."""
+        steps, val = self.series("val/loss")
+        at, train = self.series("train/loss")
+        ends = np.searchsorted(at, steps, side="right")
+        found = [
+            (s, v - np.mean(train[max(n - 5, 0) : n])) for s, v, n in zip(steps, val, ends, strict=True) if n
+        ]
+        return np.array([s for s, _ in found], dtype=int), np.array([d for _, d in found])
+
+    @cached_property
+    def clipped(self) -> float | None:
+        """The share of logged steps whose gradient was clipped; None where nothing is known of it."""
+        limit, norms = self.config["optim"]["grad_clip"], self.series("train/grad_norm")[1]
+        norms = norms[np.isfinite(norms)]
+        return float(np.mean(norms > limit)) if len(norms) and limit else None
 
 
-def height(place: str) -> tuple[float, str]:
-    """Where a place is, in layers from the bottom: embed 0, layer_00.attn 0.5, layer_00.mlp 1; then the rest."""
-    layer, _, rest = place.partition(".")
-    number = re.fullmatch(r"layer_(\d+)", layer)
-    if not number:
-        return (0.0, place) if place in ("embed", "embed_norm", "entry") else (math.inf, place)
-    return int(number[1]) + (1.0 if rest.startswith("mlp") else 0.5), rest
+def chart_of(quantity: Quantity) -> str:
+    """A quantity's name among the charts; one that is the user's own cannot take that of another."""
+    return quantity.id if quantity in QUANTITIES else f"own:{quantity.name}"
 
 
-def thin(rows: list, limit: int | None) -> list:
-    """At most `limit` (2 or more) of the rows, evenly spread, with the first and the last."""
-    if limit is None or len(rows) <= limit:
-        return rows
-    return [rows[round(i * (len(rows) - 1) / (limit - 1))] for i in range(limit)]
+def duration(seconds: float | None) -> str:
+    """`38 s`, `12 min`, `3.4 h`, `2.1 d`."""
+    if seconds is None:
+        return UNKNOWN
+    for size, unit in ((86400, "d"), (3600, "h")):
+        if seconds >= size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds / 60:.0f} min" if seconds >= 60 else f"{seconds:.0f} s"
 
 
-def load_runs(paths: Sequence[str | Path]) -> list[Run]:
-    """The runs in these folders, under labels that tell them apart. Raises UserError."""
+def recorded(runs: Iterable[Run]) -> list[Quantity]:
+    """The quantities of QUANTITIES that any run has recorded, in that order, then those that are the user's own."""
+    found = {parse(name)[0] for run in runs for name in run.columns.names if name not in BOOKKEEPING}
+    known = [quantity for quantity in QUANTITIES if quantity in found]
+    return known + sorted(found - set(known), key=lambda quantity: quantity.name)
+
+
+def find_folders(paths: Sequence[str | Path]) -> list[Path]:
+    """The folders, and in place of one that is no run and holds runs, all of those."""
+    found = []
+    for path in map(Path, paths):
+        inside = sorted(file.parent for file in path.glob("*/metrics.jsonl"))
+        found += inside if inside and not (path / "metrics.jsonl").is_file() else [path]
+    return found
+
+
+def load_runs(
+    paths: Sequence[str | Path],
+    skip: Callable[[str], None] | None = None,
+    known: dict[Path, Columns] | None = None,
+) -> list[Run]:
+    """The runs in these folders, under labels that tell them apart.
+
+    Raises UserError for a folder that is no run; with `skip`, one among others is left out, and `skip` told why.
+    known: what was read before, by folder; it is read on instead of anew, and what is new is added.
+    """
     if not paths:
         raise UserError("name the runs to report on, as in `python -m tools.report out/quickstart`")
-    folders = [Path(p) for p in paths]
-    runs = [(folder, *load(folder)) for folder in folders]
-    return [Run(label, *run) for label, run in zip(labels(folders), runs, strict=True)]
+    loaded, mistakes = {}, []
+    for number, folder in enumerate(find_folders(paths)):
+        if not folder.exists():
+            known = [str(p.parent) for p in folder.parent.glob("*/metrics.jsonl")]
+            raise UserError(f"{folder} does not exist{did_you_mean(str(folder), known)}")
+        try:
+            loaded[number] = (folder, *load(folder, {} if known is None else known))
+        except UserError as e:
+            mistakes.append(e)
+    if mistakes and (not loaded or not skip):
+        raise mistakes[0]
+    for mistake in mistakes:
+        skip(str(mistake))
+    names = labels([folder for folder, *_ in loaded.values()])
+    return [Run(label, *run) for label, run in zip(names, loaded.values(), strict=True)]
 
 
-def load(folder: Path) -> tuple[dict, list[dict]]:
-    if not folder.is_dir():
-        known = [str(p.parent) for p in folder.parent.glob("*/metrics.jsonl")]
-        close = difflib.get_close_matches(str(folder), known, n=1)
-        raise UserError(f"{folder} does not exist" + (f" (did you mean {close[0]}?)" if close else ""))
+def load(folder: Path, known: dict[Path, Columns]) -> tuple[dict, dict, Columns]:
     try:
         config = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
-        rows = read_metrics(folder / "metrics.jsonl")
+        columns = known.setdefault(folder, Columns(folder / "metrics.jsonl"))
+        columns.read_on()
+        if not columns.count:
+            raise UserError(f"{folder} has recorded nothing yet")
     except FileNotFoundError as e:
         raise UserError(f"{folder} is not a run: it has no {Path(e.filename).name}") from None
-    except (OSError, ValueError, RecursionError) as e:  # ValueError: of UTF-8, JSON and TOML
+    except NotADirectoryError:
+        raise UserError(f"{folder} is not a run: it is a file") from None
+    except UserError:
+        raise
+    except (OSError, ValueError, RecursionError, OverflowError) as e:  # ValueError: of UTF-8, JSON and TOML
         raise UserError(f"{folder} cannot be read: {e}") from None
-    if not rows:
-        raise UserError(f"{folder} has recorded nothing yet")
-    check_rows(rows, folder / "metrics.jsonl")
-    return complete(config, folder / "config.toml"), rows
+    return complete(config, folder / "config.toml"), read_facts(folder / "run.json"), columns
+
+
+def read_facts(file: Path) -> dict[str, Any]:
+    """What run.json says; nothing where it is not there or cannot be read."""
+    try:
+        facts = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return facts if isinstance(facts, dict) else {}
 
 
 def complete(config: dict[str, Any], file: Path) -> dict[str, dict[str, Any]]:
     """A run's configuration with the defaults of fields that are newer than it. Raises UserError for another file."""
-    tables = {name: config.get(name, {}) for name in SECTIONS}
+    tables = {name: config.get(name, {}) for name in SECTIONS if name != "start"}
     for name, table in tables.items():
         if not isinstance(table, dict):
             raise UserError(f"{file} is not a run's: {name} is {table!r}, but it is a table")
@@ -153,18 +269,6 @@ def complete(config: dict[str, Any], file: Path) -> dict[str, dict[str, Any]]:
             what = f"is {value!r}" if name in tables[table] else "is missing"
             raise UserError(f"{file} is not a run's: {name} under [{table}] {what}")
     return {name: asdict(getattr(Config(), name)) | table for name, table in tables.items()}
-
-
-def check_rows(rows: list[Any], file: Path) -> None:
-    """Raises UserError, which names the line, where a row is not what the tracker writes."""
-    for number, row in enumerate(rows, 1):
-        if not isinstance(row, dict) or type(row.get("iter")) is not int:
-            raise UserError(
-                f"{file}, line {number}: this is no object of numbers with iter, a step, among them"
-            )
-        for key, value in row.items():
-            if not isinstance(value, int | float | None):
-                raise UserError(f"{file}, line {number}: {key} is {value!r}, but it is a number or null")
 
 
 def labels(folders: list[Path]) -> list[str]:
@@ -179,30 +283,31 @@ def labels(folders: list[Path]) -> list[str]:
     return names
 
 
-def differences(runs: list[Run]) -> dict[str, list[str]]:
-    """Every configuration field whose value is not the same in all runs: {field: value of each run}."""
-    fields = {f"{table}.{name}": None for run in runs for table, d in run.config.items() for name in d}
+def differences(runs: Sequence[Run]) -> dict[str, list[str]]:
+    """Every setting whose value is not the same in all runs: {field: value of each run}."""
     found = {}
-    for field in fields:
-        table, _, name = field.partition(".")
-        values = [run.config[table].get(name) for run in runs]
-        values = ["-" if value is None else str(value) for value in values]
+    for name in dict.fromkeys(name for run in runs for name in run.settings):
+        values = [as_text(run.settings.get(name)) for run in runs]
         if len(set(values)) > 1 and name not in ("run_name", "out_dir"):
             found[name] = values
     return found
 
 
-def finals(run: Run) -> dict[str, float | None]:
-    """What a run has come to, so far."""
-    val = [v for v in run.series("val/loss")[1] if v is not None]
-    train = [v for v in run.series("train/loss")[1] if v is not None]
-    stream = run.table(QUANTITIES[0])
-    top = [v for v in stream.values[-1] if v is not None] if stream.values else []
-    return {
-        "step": run.rows[-1]["iter"],
-        "val loss": val[-1] if val else None,
-        "best val loss": min(val, default=None),
-        "train loss": train[-1] if train else None,
-        "largest stream RMS": max(top, default=None),
-        "tokens/s": (run.series("perf/tokens_per_s")[1] or [None])[-1],
-    }
+def as_text(value: Any) -> str:
+    return "-" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def repetitions(runs: Sequence[Run]) -> list[list[Run]]:
+    """The runs in groups that differ in their seed alone, in the order of their first members.
+
+    Two runs of the same settings and the same seed differ in something that no setting tells: they are not grouped.
+    """
+    groups: dict[str, list[Run]] = {}
+    seen = Counter()
+    for run in runs:
+        same = json.dumps(
+            {k: v for k, v in run.settings.items() if k not in NAMES}, sort_keys=True, default=str
+        )
+        seen[same, run.settings.get("seed")] += 1
+        groups.setdefault(f"{same} {seen[same, run.settings.get('seed')]}", []).append(run)
+    return list(groups.values())

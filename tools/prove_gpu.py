@@ -1,0 +1,322 @@
+"""The first hour on a GPU in one command: what is expected of it, and what came.
+
+    python -m tools.prove_gpu --out DIR [--nanogpt CHECKOUT]
+
+The stages follow each other, each in a process of its own and with a time limit. One that fails or takes too long
+does not stop the next. DIR/STAGE.json holds what a stage has found, DIR/STAGE.log what it printed, and DIR/table.md
+the table that is printed last. An H200 should need less than eight minutes, most of it for compilation (not measured).
+
+Needed: torch 2.11 or newer with CUDA, triton, numpy, pytest, and the wheels pydantic, safetensors, tiktoken and tqdm;
+pytest-xdist makes the tests faster. No data set and no network. Exit code 1 if something is not as expected.
+"""
+
+import contextlib
+import json
+import os
+import platform
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from pydantic.dataclasses import dataclass
+
+from base.cli import STRICT, UserError, options, require, run
+from base.files import atomic_file
+from base.timing import relative
+from configs import load_config, replace
+from tools.against_nanogpt import compete, load_nanogpt, peer_steps, summary, with_data
+from tools.claims.claim import Check, at_least, at_most, equal, figure
+from tools.profile.steps import matrix_rate, steps_of
+from training.clock import peak_flops
+from training.probe import Probe
+from training.tracker import read_metrics
+
+RECIPE = "configs/gpt2_124m.toml"
+ROOT = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True, config=STRICT)
+class Options:
+    """The first hour on a GPU: what is expected of it, and what came."""
+
+    out: str
+    """Folder for the findings."""
+    nanogpt: str = ""
+    """Folder of a nanoGPT checkout, to be compared with."""
+    stage: str = ""
+    """Only this stage, without a time limit."""
+
+    def __post_init__(self):
+        known = not self.stage or self.stage in STAGES
+        require(known, f"--stage is {self.stage!r}; the stages are {', '.join(STAGES)}")
+
+
+class Stage(NamedTuple):
+    find: Callable[[Options], Iterator[Check]]
+    limit: int
+    """Seconds, about twice what an H200 should take."""
+    needs_cuda: bool = True
+
+
+def machine(asked: Options) -> Iterator[Check]:
+    """What is there, and how fast it can be at most."""
+    yield figure("Python, torch", f"{platform.python_version()}, {torch.__version__}")
+    header = Path(sysconfig.get_paths()["include"], "Python.h")
+    compiler = shutil.which(os.environ.get("CC", "")) or shutil.which("gcc") or shutil.which("clang")
+    if not torch.cuda.is_available():
+        yield figure("C compiler, Python.h", f"{compiler}, {header.exists()}")
+        return
+    import triton
+
+    yield figure(
+        "GPU, triton, CUDA", f"{torch.cuda.get_device_name()}, {triton.__version__}, {torch.version.cuda}"
+    )
+    yield equal("a C compiler and Python.h, for Triton's launcher", bool(compiler) and header.exists(), True)
+    from kernels.bench import copy_bandwidth
+
+    yield figure("a copy moves, GB/s", copy_bandwidth("cuda") / 1e9)
+    rate = matrix_rate(torch.device("cuda"), torch.bfloat16)
+    peak = peak_flops(torch.cuda.get_device_name())
+    yield figure("a product of bfloat16, 8,192 wide, TFLOP/s", rate / 1e12)
+    if peak:
+        yield at_least("its share of the data sheet's", rate / peak, 0.6)
+        yield at_most("its share of the data sheet's, again", rate / peak, 1.0)
+
+
+def tests(*chosen: str) -> Callable[[Options], Iterator[Check]]:
+    """A stage of tests of this repository."""
+
+    def find(asked: Options) -> Iterator[Check]:
+        workers = (
+            ["-n", "8"] if subprocess.run([sys.executable, "-c", "import xdist"]).returncode == 0 else []
+        )
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *workers, *chosen]
+        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        print(done.stdout)
+        yield figure("pytest", done.stdout.strip().splitlines()[-1])
+        yield equal("its exit code", done.returncode, 0)
+
+    return find
+
+
+def bench(asked: Options) -> Iterator[Check]:
+    """Every fused function's share of the bandwidth of a copy."""
+    file = Path(asked.out, "kernels.bench.json").absolute()
+    command = [sys.executable, "-m", "kernels.bench", "--quick", "--json", str(file)]
+    yield equal("exit code of kernels.bench", subprocess.run(command, cwd=ROOT).returncode, 0)
+    report = json.loads(file.read_text(encoding="utf-8"))
+    for row in report["results"]:
+        if row["contender"] == "ours":
+            share = row["bytes_per_second"] / report["copy_bytes_per_second"]
+            parts = ("function", "kind", "stream", "rows", "D", "direction")
+            yield at_least(f"{' '.join(str(row[part]) for part in parts)}: share of copy", share, 0.9)
+
+
+def speed(asked: Options) -> Iterator[Check]:
+    """gpt2_124m, compiled: ours, ours on PyTorch's operators, and nanoGPT, in turn on one GPU."""
+    flags = ["--batch-size", "64", "--micro-batch-size", "16", "--compile", "--device", "cuda"]
+    with with_data(load_config([RECIPE, *flags]), random_tokens=True) as config:
+        sides: dict[str, tuple] = {
+            "ours": (steps_of, config),
+            "ours on torch": (steps_of, replace(config, "model", kernel="torch")),
+        }
+        if asked.nanogpt:
+            sides["nanogpt"] = (peer_steps, config, asked.nanogpt)
+        times, peaks, device = compete(sides, rounds=7, count=3)
+    found = summary(config, times, peaks, device)
+    for name in sides:
+        side = found[name]
+        mfu = "unknown" if side["mfu"] is None else f"{side['mfu']:.1%}"
+        yield figure(
+            f"{name}: tokens/s, MFU, peak GiB", f"{side['tokens_per_s']:,.0f}, {mfu}, {side['peak_gib']:.1f}"
+        )
+    for name, least in (("ours on torch", 1.0), ("nanogpt", 1.15)):
+        if name in sides:
+            row = relative(times, name)["ours"]
+            what = f"ours over {name} (quartiles {row['low']:.2f} to {row['high']:.2f})"
+            yield at_least(what, row["ratio"], least)
+    if asked.nanogpt:
+        yield at_most("peak memory over nanoGPT's", peaks["ours"] / peaks["nanogpt"], 1.0)
+
+
+def equal_losses(asked: Options) -> Iterator[Check]:
+    """The same runs on PyTorch's operators and on the fused kernels, at the same time, on the standard library."""
+    yield from losses_apart(asked, "bfloat16", 200, [], mean=5e-3, most=5e-2)
+    yield from losses_apart(
+        asked, "float32", 50, ["--n-layer", "6", "--dtype", "float32"], mean=1e-4, most=1e-3
+    )
+
+
+def losses_apart(
+    asked: Options, name: str, steps: int, flags: list[str], mean: float, most: float
+) -> Iterator[Check]:
+    command = [sys.executable, "train.py", RECIPE, *SHORT.split(), *flags, "--max-iters", str(steps)]
+    command += ["--out-dir", str(Path(asked.out, "runs").absolute())]
+    processes = {}
+    for kernel in ("torch", "triton"):
+        of_kernel = [*command, "--kernel", kernel, "--run-name", f"{name}_{kernel}"]
+        processes[kernel] = subprocess.Popen(of_kernel, cwd=ROOT)
+    codes = [process.wait() for process in processes.values()]
+    yield equal(f"{name}: exit codes of train.py", codes, [0, 0])
+    if any(codes):
+        return
+    losses = []
+    for kernel in processes:
+        rows = read_metrics(Path(asked.out, "runs", f"{name}_{kernel}", "metrics.jsonl"))
+        losses.append([row["train/loss"] for row in rows if "train/loss" in row])
+    apart = [abs(a - b) for a, b in zip(*losses, strict=True)]
+    yield figure(f"{name}: loss at the start and at the end", [losses[0][0], losses[0][-1]])
+    late = statistics.mean(apart[-steps // 4 :])
+    yield at_most(f"{name}: mean difference over the last quarter of the steps", late, mean)
+    yield at_most(f"{name}: largest difference", max(apart), most)
+
+
+SHORT = (
+    "--dataset stdlib --vocab-size 0 --batch-size 16 --micro-batch-size 16 --warmup-iters 20 --log-interval 1 "
+    "--probe-interval 0 --eval-tokens 4096 --wandb disabled --no-compile --overwrite"
+)
+
+
+def memory(asked: Options) -> Iterator[Check]:
+    """Peak memory of a step and of the closer look, and what the host takes for a step."""
+    for micro in ("2", "16"):
+        flags = ["--batch-size", micro, "--micro-batch-size", micro, "--device", "cuda", "--no-compile"]
+        with with_data(load_config([RECIPE, *flags]), random_tokens=True) as config:
+            steps = steps_of(config)
+            trainer = steps.trainer
+            probe = Probe(trainer.model, trainer.windows, trainer.norms)
+            step, look = peak_gib(steps), peak_gib(probe.measure)
+            yield figure(f"micro-batch {micro}: peak of a step, of the closer look, GiB", [step, look])
+            if micro == "2":
+                yield at_most(
+                    f"micro-batch {micro}: the closer look's peak over the step's", look / step, 1.05
+                )
+            begin = time.perf_counter()
+            for _ in range(10):
+                steps()
+            host = time.perf_counter() - begin
+            steps.wait()
+            whole = time.perf_counter() - begin
+            what = f"micro-batch {micro}: milliseconds of a step, on the host and in all"
+            yield figure(what, [100 * host, 100 * whole])
+        del steps, trainer, probe
+
+
+def peak_gib(work: Callable[[], object]) -> float:
+    """Most memory of tensors while `work` runs for the second time."""
+    work()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    work()
+    return torch.cuda.max_memory_allocated() / 2**30
+
+
+KERNEL_TESTS = ("tests/test_kernels.py", "tests/test_kernels_accuracy.py", "tests/test_kernels_ops.py")
+STAGES = {
+    "machine": Stage(machine, 60, needs_cuda=False),
+    "kernels": Stage(
+        tests("tests/test_kernels.py", "tests/test_kernels_accuracy.py", "tests/test_kernels_ops.py"), 180
+    ),
+    "gpu_tests": Stage(tests("-m", "gpu"), 120),
+    "bench": Stage(bench, 240),
+    "speed": Stage(speed, 300),
+    "equal_losses": Stage(equal_losses, 150),
+    "memory": Stage(memory, 90),
+}
+
+
+def findings(out: Path, name: str) -> list[Check]:
+    """What a stage has found so far."""
+    with contextlib.suppress(OSError):
+        return [
+            Check(**row) for row in json.loads((out / f"{name}.json").read_text(encoding="utf-8"))["checks"]
+        ]
+    return []
+
+
+def keep(out: Path, name: str, checks: list[Check], **about: Any) -> None:
+    with atomic_file(out / f"{name}.json") as file:
+        text = json.dumps({"stage": name, **about, "checks": [asdict(check) for check in checks]}, indent=1)
+        file.write_text(text + "\n", encoding="utf-8")
+
+
+def run_stage(asked: Options, name: str) -> None:
+    """In the process of a stage: keeps each check as it comes."""
+    checks: list[Check] = []
+    for check in STAGES[name].find(asked):
+        checks.append(check)
+        keep(Path(asked.out), name, checks)
+
+
+def started(asked: Options, name: str) -> str:
+    """Runs a stage in a process of its own. How it ended: "done", or why not."""
+    command = [sys.executable, "-m", "tools.prove_gpu", "--out", asked.out, "--stage", name]
+    command += ["--nanogpt", asked.nanogpt] if asked.nanogpt else []
+    with open(Path(asked.out, f"{name}.log"), "w", encoding="utf-8") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            code = process.wait(timeout=STAGES[name].limit)
+        except subprocess.TimeoutExpired:
+            return f"took more than {STAGES[name].limit} seconds"
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # what it has started ends with it
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return "done" if code == 0 else f"ended with exit code {code}; see {name}.log"
+
+
+def table(found: dict[str, tuple[str, list[Check]]]) -> str:
+    """Markdown: for each stage how it ended, and for each of its lines what was expected and what came."""
+    lines = ["| stage | | expected | came | |", "|---|---|---|---|---|"]
+    for name, (ended, checks) in found.items():
+        lines.append(f"| **{name}** | | | {ended} | |")
+        lines += [
+            f"| | {c.what} | {c.expected} | {c.measured} | {'' if c.holds else '**not so**'} |"
+            for c in checks
+        ]
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str]) -> None:
+    asked = options(Options, argv, "python -m tools.prove_gpu", __doc__)
+    if asked.nanogpt:
+        load_nanogpt(asked.nanogpt)
+    out = Path(asked.out)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise UserError(f"--out: the folder {out} cannot be made: {e.strerror}") from None
+    if asked.stage:
+        return run_stage(asked, asked.stage)
+    found = {}
+    for name, stage in STAGES.items():
+        keep(out, name, [])
+        begin = time.monotonic()
+        if stage.needs_cuda and not torch.cuda.is_available():
+            ended = "skipped: no CUDA device"
+        else:
+            ended = started(asked, name)
+        found[name] = ended, findings(out, name)
+        seconds = round(time.monotonic() - begin)
+        keep(out, name, found[name][1], ended=ended, seconds=seconds)
+        print(f"{name}: {ended} ({seconds} s)", flush=True)
+    text = table(found)
+    with atomic_file(out / "table.md") as file:
+        file.write_text(text + "\n", encoding="utf-8")
+    print(f"\n{text}")
+    fine = ("done", "skipped: no CUDA device")
+    held = all(ended in fine and all(c.holds for c in checks) for ended, checks in found.values())
+    raise SystemExit(0 if held else 1)
+
+
+if __name__ == "__main__":
+    run(main)
