@@ -24,6 +24,7 @@ from base.cli import UserError
 from configs import Config, load_config, user_error
 from data import Dataset
 from data.terminal import forgive_output
+from model import PLACEMENTS
 from tools.sample import Options as SampleOptions
 from tools.sample import continuations
 from training.clock import Clock, flops_per_token, peak_rate
@@ -227,8 +228,10 @@ def describe(trainer: Trainer, dataset: Dataset, tell) -> None:
     )
     if model.dtype == "bfloat16" and multiplies_bfloat16(runtime.device):
         tell("       this processor multiplies bfloat16 faster than float32; --dtype float32 rounds less")
-    if model.placement == "post" and not optim.warmup_iters:
+    if any("post" in PLACEMENTS[placement] for placement in model.placements) and not optim.warmup_iters:
         tell("warning: post-norm without a warm-up often fails to train; --warmup-iters gives it one")
+    if optim.norm_decay and model.gain == "one":
+        tell("warning: norm_decay pulls gains to 0; with --gain zero_centred it pulls them to 1")
     if model.norm == "batchnorm":
         tell(
             "warning: batchnorm leaks: in training, every prediction sees later tokens and other sequences through the "

@@ -68,6 +68,10 @@ class OptimConfig:
     """After the warm-up: half a cosine, flat with a linear decay over the last fifth (wsd), or flat."""
     warmup_iters: Interval = 100
     """Steps of linear warm-up."""
+    z_loss: Amount = 0.0
+    """Coefficient of the mean of logsumexp^2 of the logits, beside the cross-entropy; train/z_loss reports it apart."""
+    norm_decay: Amount = 0.0
+    """Decoupled decay of the gains of norms, to 0, or to 1 with --gain zero_centred."""
     weight_decay: Amount = 0.1
     """Decoupled decay of matrices; norms, biases and positions have none."""
     beta1: Decay = 0.9

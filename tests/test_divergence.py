@@ -323,8 +323,8 @@ def spiking(steps: Iterable[int], rise: float = 5.0):
     real = Trainer.gradient
 
     def gradient(self, index, watch):
-        loss, squares, stream_squares = real(self, index, watch)
-        return loss + rise * (index + 1 in steps), squares, stream_squares
+        loss, *others = real(self, index, watch)
+        return loss + rise * (index + 1 in steps), *others
 
     return gradient
 

@@ -21,7 +21,7 @@ DEPTHS = ["embed", "layer_00.attn", "layer_00.mlp", "layer_01.attn", "layer_01.m
 @pytest.mark.parametrize("placement", CASES)
 def test_every_value_is_the_textbook_one(placement):
     model = known_model(placement)
-    loss, squares = Observed(model)(*tokens_and_targets(), True)
+    loss, squares, _ = Observed(model)(*tokens_and_targets(), True)
     loss.backward()
     norms = PartNorms(model, Runtime(torch.device("cpu")))
     by_part = norms.by_part(norms.squares([p.grad for p in norms.params])).tolist()
@@ -98,7 +98,7 @@ def test_a_constant_update_grows_the_stream_and_leaves_its_layernorm():
     for join in model.joins:
         join.register_forward_hook(lambda join, inputs, outputs: read.append(outputs[1]))
     model.embed.weight.data = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
-    _, squares = Observed(model)(
+    _, squares, _ = Observed(model)(
         torch.zeros(1, 3, dtype=torch.int64), torch.zeros(1, 3, dtype=torch.int64), True
     )
     values = squares.sqrt().tolist()

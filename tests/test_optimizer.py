@@ -186,3 +186,32 @@ def test_only_mps_lacks_it(monkeypatch):
     assert isinstance(fused, torch.optim.AdamW)
     monkeypatch.setattr(type(model.embed.weight), "device", torch.device("mps"))
     assert isinstance(make_optimizer(model, config()), Skipping)
+
+
+def gains_after(steps: int, **switches) -> list[float]:
+    """Where gains go that have no gradient, by decay alone: lr 0.1, decay 0.5."""
+    model = GPT(ModelConfig(n_layer=1, n_head=1, n_embd=8, block_size=4, vocab_size=5, **switches))
+    config = OptimConfig(lr=0.1, min_lr=0.1, norm_decay=0.5, weight_decay=0.0)
+    optimizer = make_optimizer(model, config)
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(1.0), torch.tensor(0.0)
+    for _ in range(steps):
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        optimizer.step()
+    assert model.entry.bias is None or torch.equal(model.entry.bias, torch.zeros(8))
+    return model.entry.gain(torch.zeros(8))[0].unique().tolist()
+
+
+def test_norm_decay_pulls_gains_to_0_and_zero_centred_ones_to_1():
+    assert gains_after(3) == pytest.approx([0.95**3])
+    assert gains_after(3, gain="zero_centred") == [1.0]
+    model = GPT(ModelConfig(n_layer=1, n_head=1, n_embd=8, block_size=4, vocab_size=5, gain="none"))
+    assert len(make_optimizer(model, OptimConfig(norm_decay=0.5)).param_groups) == 2
+
+
+def test_what_a_norm_learns_besides_its_gain_does_not_decay():
+    model = GPT(ModelConfig(n_layer=1, n_head=1, n_embd=8, block_size=4, vocab_size=5, norm="derf"))
+    optimizer = make_optimizer(model, OptimConfig(norm_decay=0.5))
+    decayed = {id(p) for group in optimizer.param_groups if group["weight_decay"] for p in group["params"]}
+    assert id(model.entry.weight) in decayed
+    assert not {id(model.entry.alpha), id(model.entry.shift), id(model.entry.bias)} & decayed

@@ -181,7 +181,7 @@ def diagnose(trainer: Trainer, index: int, rows: list[Row]) -> Diagnosis | None:
 
     rows: of steps before it, which a loss that jumps is compared with. A collective.
     """
-    loss, squares, stream_squares = trainer.gradient(index, watch=True)
+    loss, _, squares, stream_squares = trainer.gradient(index, watch=True)
     trainer.clear()
     metrics = {"train/loss": loss, "train/grad_norm": squares.sum().sqrt()}
     row = fetch(metrics | trainer.by_place(squares, stream_squares))

@@ -28,10 +28,16 @@ def make_optimizer(model: GPT, config: OptimConfig) -> "torch.optim.AdamW | Skip
     """
     decay, hidden = decays(model), hidden_matrices(model) if config.optimizer == "muon" else []
     others = {n: p for n, p in model.named_parameters() if not any(p is h for h in hidden)}
+    gains = {id(m.weight) for m in model.modules() if isinstance(m, Norm)} if config.norm_decay else set()
     groups = [  # a tied weight once, under its first name
         {"params": [p for n, p in others.items() if decay[n]], "weight_decay": config.weight_decay},
-        {"params": [p for n, p in others.items() if not decay[n]], "weight_decay": 0.0},
+        {
+            "params": [p for n, p in others.items() if not decay[n] and id(p) not in gains],
+            "weight_decay": 0.0,
+        },
     ]
+    if found := [p for p in others.values() if id(p) in gains]:
+        groups.append({"params": found, "weight_decay": config.norm_decay})
     adamw = torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
     heeds = model.embed.weight.device.type != "mps"
     if not hidden:
