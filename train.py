@@ -6,6 +6,10 @@
 Read `train` for the order of things; what it leans on is in `training/`.
 """
 
+from base.threads import share_processors
+
+share_processors()  # before torch is imported, which reads the environment then
+
 import contextlib
 import os
 import socket
@@ -21,12 +25,10 @@ import torch
 
 import kernels
 from base.cli import UserError
+from base.output import forgive_output
 from configs import Config, load_config, user_error
 from data import Dataset
-from data.terminal import forgive_output
 from model import PLACEMENTS
-from tools.sample import Options as SampleOptions
-from tools.sample import continuations
 from training.clock import Clock, flops_per_token, peak_rate
 from training.divergence import EXIT_CODE, Diverged, Guard, replay
 from training.dynamics import fetch
@@ -34,6 +36,7 @@ from training.metrics import depth_table
 from training.parallel import Runtime, exit_now, exit_quietly, is_local_main, leave_group, lost_peer
 from training.probe import Probe
 from training.run import EXIT_INTERRUPTED, EXIT_STOPPED, EXIT_UNSAVED, Run, RunFolder, StopRequest
+from training.sampling import grown
 from training.setup import multiplies_bfloat16, open_data, out_of_memory, start
 from training.tracker import Tracker
 from training.trainer import Trainer
@@ -228,10 +231,11 @@ def describe(trainer: Trainer, dataset: Dataset, tell) -> None:
     )
     if model.dtype == "bfloat16" and multiplies_bfloat16(runtime.device):
         tell("       this processor multiplies bfloat16 faster than float32; --dtype float32 rounds less")
-    if any("post" in PLACEMENTS[placement] for placement in model.placements) and not optim.warmup_iters:
+    if any("post" in PLACEMENTS[name] for name in model.placements) and not optim.warmup_iters:
         tell("warning: post-norm without a warm-up often fails to train; --warmup-iters gives it one")
-    if optim.norm_decay and model.gain == "one":
-        tell("warning: norm_decay pulls gains to 0; with --gain zero_centred it pulls them to 1")
+    if optim.norm_decay:
+        pulled = "1" if model.gain == "zero_centred" else "0; with --gain zero_centred it pulls them to 1"
+        tell(f"warning: norm_decay pulls all gains to {pulled}")
     if model.norm == "batchnorm":
         tell(
             "warning: batchnorm leaks: in training, every prediction sees later tokens and other sequences through the "
@@ -278,9 +282,9 @@ def farewell(run: Run, tracker: Tracker | None) -> None:
         table = depth_table(tracker.first, tracker.last)
         tell(f"\nfrom the first step to the last:\n{textwrap.indent(table, '    ')}")
     if trainer.runtime.world == 1 and "tokenizer" in run.dataset.meta:
-        options = SampleOptions(run=str(run_dir), tokens=200)
         try:
-            [text] = continuations(trainer.model.eval(), run.dataset.tokenizer, options)
+            *_, [ids] = grown(trainer.model.eval(), run.dataset.tokenizer, tokens=200)
+            text = run.dataset.tokenizer.decode(ids)
             tell(f"\na sample:\n{textwrap.indent(text, '    ')}")
         except UserError as e:  # a vocabulary that takes the network
             tell(f"\nno sample: {e}")

@@ -68,12 +68,12 @@ class OptimConfig:
     """After the warm-up: half a cosine, flat with a linear decay over the last fifth (wsd), or flat."""
     warmup_iters: Interval = 100
     """Steps of linear warm-up."""
-    z_loss: Amount = 0.0
-    """Coefficient of the mean of logsumexp^2 of the logits, beside the cross-entropy; train/z_loss reports it apart."""
-    norm_decay: Amount = 0.0
-    """Decoupled decay of the gains of norms, to 0, or to 1 with --gain zero_centred."""
     weight_decay: Amount = 0.1
-    """Decoupled decay of matrices; norms, biases and positions have none."""
+    """Decoupled decay of matrices; biases and positions have none."""
+    norm_decay: Amount = 0.0
+    """Decoupled decay of norms' gains, towards 1 where they are zero_centred, and else towards 0."""
+    z_loss: Amount = 0.0
+    """Times the mean square of logsumexp of the logits is added to the loss; train/loss and val/loss are without it."""
     beta1: Decay = 0.9
     """Adam's decay of the mean."""
     beta2: Decay = 0.95

@@ -8,13 +8,13 @@ LayerNorm or an RMSNorm (`kind`), a and b numbers. A norm is given by its gain, 
 [D] or None, and (None, None) is a norm without a gain. The formulas are in `kernels/reference.py`.
 
 `impl` chooses who computes it: "torch" is PyTorch's own operators anywhere, "triton" our kernels on a GPU
-(or interpreted, under TRITON_INTERPRET=1), "auto" Triton for CUDA tensors, but not inside a torch.func
-transform or forward-mode differentiation, and torch otherwise. Both give the same numbers within rounding.
-float16 and bfloat16 are promoted to float32 between load and store; float64 stays float64 and mixes with
-nothing but narrower gains.
+(or interpreted, under TRITON_INTERPRET=1), "auto" Triton for CUDA tensors where it can run, and torch otherwise.
+Both give the same numbers within rounding. PyTorch refuses forward-mode differentiation and torch.func's
+transforms where these functions have a backward of their own.
 
-Every function raises ValueError, in one sentence, for an unknown kind or impl, an eps that is not a
-positive number of the statistics' dtype, shapes, dtypes or devices that do not fit together, and for
+float16 and bfloat16 are promoted to float32 between load and store; float64 stays float64 and mixes with nothing
+but narrower gains. Both functions raise ValueError, in one sentence, for an unknown kind or impl, an eps that is
+not a positive number of the statistics' dtype, shapes, dtypes or devices that do not fit together, and for
 impl="triton" where Triton cannot run.
 
 `attend` and `dropout` are causal attention and dropout, PyTorch's but for the CPU (see attention.py).
@@ -62,18 +62,6 @@ def join(x, s, *, out=None, then=None, a=1.0, b=1.0, kind, eps, out_dtype=None, 
         raise ValueError("want_sum=False needs a norm of the sum: without `then`, the sum is the result")
     settings = {"kind": kind, "eps": eps, "out_dtype": out_dtype, "want_sum": want_sum}
     return backend(impl, x).join(x, s, out=out, then=then, a=a, b=b, **settings)
-
-
-def add_norm(x, s, weight, bias=None, **how):
-    return join(x, s, then=(weight, bias), **how)
-
-
-def norm_add(x, s, weight, bias=None, **how):
-    return join(x, s, out=(weight, bias), **how)[0]
-
-
-def norm_add_norm(x, s, out_weight, out_bias, weight, bias, **how):
-    return join(x, s, out=(out_weight, out_bias), then=(weight, bias), **how)
 
 
 def check(x, s, kind, eps, out_dtype, a=1.0, b=1.0, **norms):
@@ -142,8 +130,6 @@ def triton_problem(device: str, width: int = 1) -> str | None:
         return "The Triton kernels need the package triton (Linux only), which is not installed."
     if width > MAX_D:
         return f"The Triton kernels take rows of at most {MAX_D} elements, not {width}."
-    if eager.transformed():
-        return "The Triton kernels take no torch.func transform and no forward-mode differentiation."
     if INTERPRETED:
         return None
     if device != "cuda":

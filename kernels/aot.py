@@ -1,7 +1,7 @@
 """Compiles every kernel ahead of time, on a machine without a GPU, and reads what the machine code does.
 
     python -m kernels.aot                          # sm_80, sm_90, sm_100 at D = 64 ... 8192
-    python -m kernels.aot --arch 90 --dim 4096
+    python -m kernels.aot --arch 90 --dim 4096 --call sandwich
 
 The operators run as they do in training, on a few CPU rows, with the launch replaced by a recorder; what
 they would have launched is compiled. From the PTX come the accesses to each argument, and from them the
@@ -11,55 +11,52 @@ than 16 bytes (8 in the narrower of two dtypes), if anything is computed in floa
 register is spilled at D <= 4096.
 """
 
-import argparse
+import dataclasses
 import itertools
 import re
 import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from typing import Annotated
 
 import torch
+from pydantic import AfterValidator, Field
+from pydantic.dataclasses import dataclass
 
-from . import INTERPRETED, KINDS, MAX_D
+from base import cli
+from base.cli import STRICT, OneOf, UserError
+
+from . import HAS_TRITON, INTERPRETED, KINDS, MAX_D
+from .calls import CALLS
 
 ARCHES = (80, 90, 100)
 COMPILABLE = (80, 86, 87, 89, 90, 100, 103, 120, 121)  # what has bfloat16 and what Triton's compiler knows
 DIMS = (64, 768, 1024, 4096, 8192)
 SPILL_FREE_UP_TO = 4096
 
-# Bytes per element of a bfloat16 branch with a stream of (bfloat16, float32): every input read once, every
-# output written once. The backward of norm_add does not write dx, which is dr.
-LIMITS = {
-    ("norm", "forward"): (4, 6),  # x -> h
-    ("norm", "backward"): (6, 10),  # dh, x -> dx
-    ("add_norm", "forward"): (8, 12),  # x, s -> r, h
-    ("add_norm", "backward"): (8, 16),  # dh, dr, r -> dx, which is ds, too, where both have one dtype
-    ("add_norm_no_sum", "forward"): (6, 10),  # x, s -> h
-    ("add_norm_no_sum", "backward"): (8, 16),  # dh, x, s -> dx, ds likewise
-    ("norm_add", "forward"): (6, 10),  # x, s -> r
-    ("norm_add", "backward"): (6, 8),  # dr, s -> ds
-    ("norm_add_norm", "forward"): (8, 12),  # x, s -> r, h
-    ("norm_add_norm", "backward"): (12, 18),  # dh, dr, r, s -> dx, ds
-}
-FUNCTIONS = tuple(dict.fromkeys(function for function, _ in LIMITS))
 STREAMS = (torch.bfloat16, torch.float32)
 ROW_ARGUMENTS = {"x", "s", "r", "h", "dr", "dh", "dx", "ds"}
+SCALARS = {"M", "P", "a", "b"}
+NARROW = {"s", "h", "dh", "ds"}  # what has the branch's dtype, except where h replaces the stream
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Case:
-    function: str
+    call: str
     kind: str
     stream: torch.dtype
     D: int
     arch: int
 
+    def limit(self, kernel):
+        """The bytes per element that this kernel must move."""
+        return getattr(CALLS[self.call], kernel)[STREAMS.index(self.stream)]
 
-@dataclass(frozen=True)
+
+@dataclasses.dataclass(frozen=True)
 class Finding:
     """One compiled kernel: what the table shows."""
 
@@ -82,11 +79,11 @@ class Finding:
             yield f"{self.spilled} bytes spilled"
         if self.kernel == "sum_partials":
             return
-        limit = LIMITS[self.case.function, self.kernel][STREAMS.index(self.case.stream)]
+        limit = self.case.limit(self.kernel)
         if self.bytes_per_element != limit:
             yield f"{self.bytes_per_element:g} bytes per element where the limit is {limit}"
         for argument, widths in self.widths.items():
-            narrow = 8 if argument in ("s", "h", "dh", "ds") and self.case.stream == torch.float32 else 16
+            narrow = 8 if argument in NARROW and self.case.stream == torch.float32 else 16
             if min(widths) < narrow:
                 yield f"{argument} moves in accesses of {min(widths)} bytes"
 
@@ -116,18 +113,8 @@ def launches_of(case):
     try:
         for name, kernel in kernels.items():
             setattr(triton_kernels, name, Recorder(kernel, launched))
-        if case.function == "norm":
-            outputs = (fused.norm(x, (gain, bias), out_dtype=s.dtype, **settings),)
-        else:
-            want_sum = case.function != "add_norm_no_sum"
-            out_dtype = s.dtype if want_sum else x.dtype  # post-norm's h is the stream
-            out = (gain, bias) if case.function.startswith("norm_add") else None
-            then = None if case.function == "norm_add" else (gain, bias)
-            factors = {"a": 1.0, "b": 1.0, "out_dtype": out_dtype, "want_sum": want_sum}
-            outputs = fused.join(x, s, out=out, then=then, **factors, **settings)
-            outputs = outputs[: 1 if then is None else 2]
-        outputs = [output for output in outputs if output is not None]
-        torch.autograd.backward(outputs, [torch.zeros_like(output) for output in outputs])
+        results = CALLS[case.call](fused, x, s, (gain, bias), (gain, bias), **settings)
+        torch.autograd.backward(results, [torch.zeros_like(result) for result in results])
     finally:
         for name, kernel in kernels.items():
             setattr(triton_kernels, name, kernel)
@@ -140,14 +127,14 @@ def compile_for(kernel, args, options, arch):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    types = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
+    types = {torch.bfloat16: "*bf16", torch.float32: "*fp32", int: "i32", float: "fp32"}
     signature, constants = {}, {}
     for parameter, value in itertools.zip_longest(kernel.params, args):
         if parameter.is_constexpr or value is None:
             signature[parameter.name] = "constexpr"
             constants[parameter.name] = options.get(parameter.name) if parameter.is_constexpr else None
         else:
-            signature[parameter.name] = "i32" if isinstance(value, int) else types[value.dtype]
+            signature[parameter.name] = types[getattr(value, "dtype", type(value))]
     aligned = [i for i, kind in enumerate(signature.values()) if kind.startswith("*")]
     source = ASTSource(
         fn=kernel,
@@ -179,7 +166,7 @@ def accesses(ptx, arguments):
             elif name not in seen:
                 seen.add(name)
                 todo.extend(sources[name])
-        return found - {"M", "P"}
+        return found - SCALARS
 
     counts = Counter()
     pattern = r"(?:ld|st)(?:\.\w+)?\.global(?:\.\w+::\w+)*(?:\.v(\d))?\.[bfus](\d+)\s[^\[]*\[\s*(%\w+)"
@@ -233,7 +220,7 @@ def examine(case):
     return findings
 
 
-HEADER = f"{'function':17} {'kind':9} {'stream':8} {'D':>5} {'sm':>4} {'kernel':12} " + (
+HEADER = f"{'call':15} {'kind':9} {'stream':8} {'D':>5} {'sm':>4} {'kernel':12} " + (
     f"{'regs':>4} {'shared':>6} {'spilled':>7} {'widths':>6} {'f64':>3} {'bytes/el':>8} {'limit':>5}"
 )
 
@@ -245,49 +232,41 @@ def table_row(finding):
     else:
         widths = ",".join(str(w) for w in sorted(set().union(*finding.widths.values())))
         moved = f"{finding.bytes_per_element:g}"
-        limit = LIMITS[case.function, finding.kernel][STREAMS.index(case.stream)]
+        limit = case.limit(finding.kernel)
     stream = str(case.stream).removeprefix("torch.")
     return (
-        f"{case.function:17} {case.kind:9} {stream:8} {case.D:5} {case.arch:4} {finding.kernel:12} "
+        f"{case.call:15} {case.kind:9} {stream:8} {case.D:5} {case.arch:4} {finding.kernel:12} "
         f"{finding.registers:4} {finding.shared:6} {finding.spilled:7} {widths:>6} {finding.float64:3} "
         f"{moved:>8} {limit:>5}"
     )
 
 
-def spelled(numbers):
-    return ", ".join(map(str, numbers))
+@dataclass(frozen=True, config=STRICT)
+class Options:
+    """Compiles every kernel ahead of time, on a machine without a GPU, and reads what the machine code does."""
+
+    arch: tuple[Annotated[int, AfterValidator(OneOf(COMPILABLE))], ...] = ARCHES
+    """Architectures, 90 for sm_90."""
+    dim: tuple[Annotated[int, Field(ge=1, le=MAX_D)], ...] = DIMS
+    """Row lengths."""
+    call: tuple[Annotated[str, AfterValidator(OneOf(CALLS))], ...] = tuple(CALLS)
+    """Calls, as kernels/calls.py names them."""
+    jobs: Annotated[int, Field(ge=1, le=1024)] = 2
+    """Processes."""
 
 
-def whole(low, high):
-    """A type for argparse: the whole numbers from low to high."""
-
-    def integer(text):
-        value = int(text)
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"{value} is not from {low} to {high}")
-        return value
-
-    return integer
-
-
-def main(argv=None):
-    parser = argparse.ArgumentParser(prog="python -m kernels.aot", description=__doc__.split("\n")[0])
-    about = f"architectures, of {spelled(COMPILABLE)} (default {spelled(ARCHES)})"
-    arches = {"type": int, "choices": COMPILABLE, "default": ARCHES}
-    parser.add_argument("--arch", nargs="+", metavar="SM", help=about, **arches)
-    about = f"row lengths, from 1 to {MAX_D} (default {spelled(DIMS)})"
-    parser.add_argument("--dim", nargs="+", metavar="D", help=about, type=whole(1, MAX_D), default=DIMS)
-    parser.add_argument("--jobs", type=whole(1, 1024), default=2, help="processes (default 2)")
-    options = parser.parse_args(argv)
+def main(argv: Sequence[str]) -> None:
+    flags = cli.options(Options, argv, "python -m kernels.aot")
+    if not HAS_TRITON:
+        raise UserError("kernels.aot compiles with the package triton (Linux only), which is not installed")
     if INTERPRETED:
-        parser.error("a process with TRITON_INTERPRET=1 cannot compile; unset it")
-
+        raise UserError("kernels.aot cannot compile in a process with TRITON_INTERPRET=1; unset it")
     start = time.perf_counter()
-    grid = itertools.product(options.arch, options.dim, FUNCTIONS, KINDS, STREAMS)
-    cases = [Case(function, kind, stream, D, arch) for arch, D, function, kind, stream in grid]
+    grid = itertools.product(flags.arch, flags.dim, flags.call, KINDS, STREAMS)
+    cases = [Case(call, kind, stream, D, arch) for arch, D, call, kind, stream in grid]
     print(HEADER)
     kernels, faults = 0, []
-    with ProcessPoolExecutor(options.jobs) as pool:
+    with ProcessPoolExecutor(flags.jobs) as pool:
         for findings in pool.map(examine, cases, chunksize=4):
             for finding in findings:
                 row = table_row(finding)
@@ -296,8 +275,9 @@ def main(argv=None):
                 kernels += 1
     print(f"{kernels} kernels compiled in {time.perf_counter() - start:.0f} s")
     print("\n".join(["FAULTS", *faults]) if faults else "no faults")
-    return 1 if faults else 0
+    if faults:
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    cli.run(main)

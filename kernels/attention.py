@@ -3,20 +3,17 @@
 PyTorch's CPU attention multiplies float32 at half the rate or less of bfloat16 where the processor has
 instructions for it, its backward is several times slower in bfloat16 than in float32 at short contexts,
 and with dropout it falls back to separate operators. Its random numbers are drawn one at a time, and on a
-small model cost more than the matrix products. Everywhere else, and under torch.func, these functions are
-PyTorch's.
+small model cost more than the matrix products. Everywhere else these functions are PyTorch's.
 """
 
 import math
-from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .eager import eager_cpu, transformed
+from .eager import eager_cpu
 from .reference import promote, statistics_dtype
 
 SCORES = 2**18  # scores in float32 that are computed at once, so that a core's cache holds them
@@ -31,7 +28,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0, impl: str =
     is faster. Both give the same numbers within rounding, but draw different dropout.
     """
     slow = q.dtype in (torch.bfloat16, torch.float16) or (dropout > 0 and not torch.compiler.is_compiling())
-    if impl == "torch" or not slow or q.size(-2) > LONGEST or q.device.type != "cpu" or transformed():
+    if impl == "torch" or not slow or q.size(-2) > LONGEST or q.device.type != "cpu":
         return pytorch(q, k, v, dropout)
     if dropout == 0 and q.size(-2) < SHORTEST:
         return pytorch(promote(q), promote(k), promote(v), dropout).to(q.dtype)
@@ -43,10 +40,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0, impl: str =
 
 def pytorch(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
     grouped = k.size(1) != q.size(1)
-    # PyTorch's fast attention on the CPU has neither a batching rule nor a forward-mode derivative.
-    plain = q.device.type == "cpu" and transformed()
-    with sdpa_kernel(SDPBackend.MATH) if plain else nullcontext():
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout, enable_gqa=grouped)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout, enable_gqa=grouped)
 
 
 class CpuAttention(torch.autograd.Function):

@@ -2,14 +2,13 @@
 
 LayerNorm is `F.layer_norm`. RMSNorm is `F.rms_norm` on a GPU and under torch.compile, where it is one
 kernel; in eager mode on the CPU PyTorch composes it, and its backward, from a dozen passes over memory.
-There `CpuRMSNorm` needs half as many, but inside a torch.func transform `F.rms_norm` is what can be transformed.
+There `CpuRMSNorm` needs half as many.
 """
 
 import functools
 
 import torch
 import torch.nn.functional as F
-from torch.autograd import forward_ad
 
 from .reference import normalize_backward, promote
 
@@ -50,16 +49,9 @@ def constant(value: float, dtype: torch.dtype) -> torch.Tensor:
     return torch.tensor(value, dtype=dtype, device="cpu")
 
 
-def transformed() -> bool:
-    """Whether a torch.func transform or forward-mode differentiation is at work: they know only PyTorch's operators."""
-    if torch.compiler.is_compiling():
-        return False
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-
-
 def eager_cpu(x):
     """Whether the functions for eager mode on the CPU compute, here and in attention.py."""
-    return x.device.type == "cpu" and not (torch.compiler.is_compiling() or transformed())
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def normalize(x, gain, kind, eps):

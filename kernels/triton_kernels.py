@@ -127,7 +127,7 @@ def restandardize(v, mask, stats, exists, CENTRE: tl.constexpr):
 def projections(g, xh, D: tl.constexpr, CENTRE: tl.constexpr):
     """(xh, m(g), m(g * xh)), of which N'(dy) is rstd * (g - m(g) - xh * m(g * xh)); xh is centred once more.
 
-    g = dy * weight is zero in padded lanes, so the sums are over D lanes. None of them waits for another:
+    g = dy * weight must be zero in padded lanes, so that the sums are over D lanes. None of them waits for another:
     what the new centre takes from m(g * xh) is m(g) times the old one's error.
     """
     along = tl.sum(g * xh, 1) / D
@@ -222,7 +222,7 @@ def backward(
             d *= b
         if OUT:
             sh, rstd = restandardize(branch, mask, stat, exists, CENTRE)
-            g = d * out_gain if out_weight is not None else d
+            g = d * out_gain if out_weight is not None else tl.where(mask, d, 0.0)
             sh, level, along = projections(g, sh, D, CENTRE)
             if out_weight is not None:
                 dout_weight += d * sh

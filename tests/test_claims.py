@@ -7,7 +7,8 @@ import pytest
 import kernels
 from base.cli import UserError, options
 from data import ensure_prepared
-from kernels import aot, bench
+from kernels import bench
+from kernels.calls import CALLS
 from tools.claims import __main__ as claims
 from tools.claims import cost, experiments, page
 from tools.claims.claim import Claim, at_least, at_most, control, near
@@ -78,8 +79,8 @@ def test_a_claim_that_cannot_be_checked_says_why(monkeypatch):
 def test_the_share_of_a_copy_is_bytes_over_time(monkeypatch):
     """With one second for everything, a copy of n float32 moves 8 n bytes and each join its limit of n."""
     monkeypatch.setattr(bench, "GPU_ELEMENTS", 4 * cost.WIDTH)
-    monkeypatch.setattr(bench, "interleaved", lambda prepares, *_: dict.fromkeys(prepares, 1.0))
-    limits = {f: aot.LIMITS[f, "forward"][0] / 8 for f in aot.FUNCTIONS}
+    monkeypatch.setattr(bench, "medians", lambda prepares, *_: dict.fromkeys(prepares, 1.0))
+    limits = {name: call.forward[0] / 8 for name, call in CALLS.items()}
     assert cost.share_of_copy("cpu") == pytest.approx(limits)
 
 

@@ -166,7 +166,9 @@ def attention_sees_the_future(monkeypatch):
 
 def everything_decays(monkeypatch):
     monkeypatch.setattr(
-        optimizer, "decays", lambda model: dict.fromkeys(dict(model.named_parameters()), True)
+        optimizer,
+        "decay_rates",
+        lambda model, config: dict.fromkeys(dict(model.named_parameters()), config.weight_decay),
     )
 
 

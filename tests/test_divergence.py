@@ -323,8 +323,8 @@ def spiking(steps: Iterable[int], rise: float = 5.0):
     real = Trainer.gradient
 
     def gradient(self, index, watch):
-        loss, *others = real(self, index, watch)
-        return loss + rise * (index + 1 in steps), *others
+        losses, *rest = real(self, index, watch)
+        return {"train/loss": losses["train/loss"] + rise * (index + 1 in steps)}, *rest
 
     return gradient
 

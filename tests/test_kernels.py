@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from kernel_cases import FUNCTIONS, Case, assert_accurate
+from kernel_cases import DEVICE, PLACEMENTS, Case, assert_accurate
 
 import kernels
 from kernels import eager
@@ -14,6 +14,7 @@ from kernels import eager
 OPTIONS = {"kind": "rmsnorm", "eps": 1e-5}
 x = torch.ones(2, 8)
 gain = torch.ones(8)
+PLAIN = (None, None)
 
 
 @pytest.mark.parametrize(
@@ -29,63 +30,72 @@ gain = torch.ones(8)
         ("eps must be", {"eps": 1e39}),
         ("x and s must have the same shape", {"s": torch.ones(1, 8)}),
         ("x and s must have the same shape", {"x": torch.ones(()), "s": torch.ones(())}),
-        ("the weight of then must have shape \\[8\\] like x's rows, not \\[1\\]", {"weight": torch.ones(1)}),
-        ("RMSNorm has no bias, so the bias of then must be None", {"bias": gain}),
-        ("the bias of then must have shape", {"kind": "layernorm", "bias": torch.ones(2, 8)}),
+        (
+            "the weight of then must have shape \\[8\\] like x's rows, not \\[1\\]",
+            {"then": (torch.ones(1), None)},
+        ),
+        ("the weight of out must have shape", {"out": (gain[:4], None)}),
+        ("RMSNorm has no bias, so the bias of then must be None", {"then": (gain, gain)}),
+        ("RMSNorm has no bias, so the bias of out must be None", {"out": (None, gain)}),
+        ("the bias of then must have shape", {"kind": "layernorm", "then": (None, torch.ones(2, 8))}),
+        ("then must be a pair \\(weight or None, bias or None\\), not Tensor", {"then": gain}),
         ("x, s and out_dtype must be", {"x": x.long()}),
         ("x, s and out_dtype must be", {"out_dtype": torch.int8}),
         ("or all float64", {"x": x.double()}),
-        ("the weight of then may not be torch.float64 where x is torch.float32", {"weight": gain.double()}),
+        ("the weight of then may not be torch.float64 where x is", {"then": (gain.double(), None)}),
         ("x is on cpu, but s is on meta", {"s": x.to("meta")}),
-        ("x is on cpu, but the weight of then is on meta", {"weight": gain.to("meta")}),
+        ("x is on cpu, but the weight of then is on meta", {"then": (gain.to("meta"), None)}),
+        ("the factors a and b must be finite numbers, not nan and 1.0", {"a": float("nan")}),
+        ("want_sum=False needs a norm of the sum", {"then": None, "want_sum": False}),
     ],
 )
 def test_mistakes_are_refused_in_one_sentence(message, changes):
-    arguments = {"x": x, "s": x, "weight": gain, **OPTIONS}
-    kernels.add_norm(**arguments)
+    arguments = {"x": x, "s": x, "out": (gain, None), "then": (gain, None), **OPTIONS}
+    kernels.join(**arguments)
     with pytest.raises(ValueError, match=message) as error:
-        kernels.add_norm(**(arguments | changes))
+        kernels.join(**(arguments | changes))
     assert "\n" not in str(error.value)
 
 
-def test_both_gains_of_the_sandwich_are_checked():
-    kernels.norm_add_norm(x, x, gain, None, gain, None, **OPTIONS)
-    with pytest.raises(ValueError, match="the weight of out must have shape"):
-        kernels.norm_add_norm(x, x, gain[:4], None, gain, None, **OPTIONS)
-    with pytest.raises(ValueError, match="the bias of out must be None"):
-        kernels.norm_add_norm(x, x, gain, gain, gain, None, **OPTIONS)
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_what_a_join_gives_without_a_norm_of_the_sum(impl):
+    """h is the sum in the dtype that the branch has, or that is asked for."""
+    stream, s = torch.tensor([[1.0, 2.0**-9]], device=DEVICE), torch.ones(1, 2, device=DEVICE).bfloat16()
+    r, h = kernels.join(stream, s, a=2.0, b=0.5, impl=impl, **OPTIONS)
+    assert torch.equal(r, torch.tensor([[2.5, 0.5 + 2.0**-8]], device=DEVICE))
+    assert torch.equal(h, r.bfloat16())
+    assert h.dtype == torch.bfloat16
+    assert kernels.join(stream, s, out_dtype=torch.float16, impl=impl, **OPTIONS)[1].dtype == torch.float16
 
 
 def test_a_small_eps_is_fine_in_float64():
     tiny = x.double() * 1e-60
-    y = kernels.norm(tiny, (gain, None), kind="rmsnorm", eps=1e-200)
+    y = kernels.norm(tiny, PLAIN, kind="rmsnorm", eps=1e-200)
     torch.testing.assert_close(y, torch.ones_like(y))
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 def test_eps_reaches_the_statistics(impl):
-    small = 1e-3 * x
+    small = 1e-3 * x.to(DEVICE)
     expected = {1e-6: 2**-0.5, 1e-2: 1 / (1 + 1e4) ** 0.5}
     for eps, value in expected.items():
-        y = kernels.norm(small, (gain, None), kind="rmsnorm", eps=eps, impl=impl)
+        y = kernels.norm(small, PLAIN, kind="rmsnorm", eps=eps, impl=impl)
         torch.testing.assert_close(y, torch.full_like(y, value), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 def test_rows_of_zeros_and_float16_squares_that_overflow(impl):
-    zeros = torch.zeros(2, 8, dtype=torch.float16)
-    assert torch.equal(kernels.norm(zeros, (gain, None), impl=impl, **OPTIONS), zeros)
-    large = torch.full((2, 8), 6e4, dtype=torch.float16)
-    torch.testing.assert_close(
-        kernels.norm(large, (gain, None), impl=impl, **OPTIONS), torch.ones_like(large)
-    )
+    zeros = torch.zeros(2, 8, dtype=torch.float16, device=DEVICE)
+    assert torch.equal(kernels.norm(zeros, PLAIN, impl=impl, **OPTIONS), zeros)
+    large = torch.full_like(zeros, 6e4)
+    torch.testing.assert_close(kernels.norm(large, PLAIN, impl=impl, **OPTIONS), torch.ones_like(large))
 
 
 def test_rows_beyond_the_limit():
     wide = torch.ones(1, kernels.MAX_D + 1)
     with pytest.raises(ValueError, match=f"at most {kernels.MAX_D} elements, not {kernels.MAX_D + 1}"):
-        kernels.norm(wide, (wide[0], None), impl="triton", **OPTIONS)
-    assert kernels.norm(wide, (wide[0], None), **OPTIONS).shape == wide.shape
+        kernels.norm(wide, PLAIN, impl="triton", **OPTIONS)
+    assert kernels.norm(wide, PLAIN, **OPTIONS).shape == wide.shape
 
 
 class OnCuda:
@@ -149,8 +159,8 @@ def test_a_machine_without_triton():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_auto_on_a_gpu_runs_the_kernels(function):
+@pytest.mark.parametrize("call", PLACEMENTS)
+def test_auto_on_a_gpu_runs_the_kernels(call):
     kernels.launches.clear()
-    assert_accurate(Case(function, "layernorm", (64, 768), torch.float32, torch.bfloat16), impl="auto")
+    assert_accurate(Case(call, "layernorm", (64, 768), torch.float32, torch.bfloat16), impl="auto")
     assert kernels.launches["forward"] == 1

@@ -14,7 +14,12 @@ pytestmark = pytest.mark.skipif(
 )
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL = {"n_layer": 1, "n_head": 2, "n_embd": 24, "block_size": 8, "vocab_size": 13}
-KERNELS = {"pre": 3, "post": 2, "output": 2, "sandwich": 3}  # norms that are kernel calls, in one layer
+# Kernels of a step with one layer, forward and backward; the sum of a join without norms needs no backward of ours.
+KERNELS = {
+    **{"none": (2, 1), "pre": (3, 3), "post": (2, 2), "output": (2, 2), "sandwich": (3, 3)},
+    **{"keel": (4, 4), "out_post": (2, 2), "all": (4, 4), "attn:post mlp:sandwich": (3, 3)},
+}
+STEPS = 6
 
 
 def build(kernel: str, **switches) -> GPT:
@@ -27,7 +32,7 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return ids[:, :-1], ids[:, 1:]
 
 
-def trained(model: GPT, steps: int = 20) -> list[float]:
+def trained(model: GPT, steps: int = STEPS) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     losses = []
     for step in range(steps):
@@ -40,20 +45,18 @@ def trained(model: GPT, steps: int = 20) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("norm", "placement"),
-    list(itertools.product(("layernorm", "rmsnorm"), ("pre", "post", "output", "sandwich"))),
+    ("placement", "norm"), list(zip(KERNELS, itertools.cycle(("layernorm", "rmsnorm")), strict=False))
 )
 def test_training_follows_pytorch_and_runs_the_kernels(norm, placement):
     qk_norm = {"pre": "head", "output": "full"}.get(placement, "off")
     switches = {"norm": norm, "placement": placement, "qk_norm": qk_norm}
     expected = trained(build("torch", **switches))
     kernels.launches.clear()
-    model = build("triton", **switches)
-    losses = trained(model)
-    per_step = KERNELS[placement] + (0 if qk_norm == "off" else 2)
-    assert kernels.launches == {"forward": 20 * per_step, "backward": 20 * per_step}
-    torch.testing.assert_close(losses, expected, rtol=2e-6, atol=2e-6)
-    assert len(set(losses)) == 20
+    losses = trained(build("triton", **switches))
+    forward, backward = (STEPS * (n + (0 if qk_norm == "off" else 2)) for n in KERNELS[placement])
+    assert kernels.launches == {"forward": forward, "backward": backward}
+    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-5)
+    assert len(set(losses)) == STEPS
 
 
 def test_torch_runs_no_kernel():
@@ -62,7 +65,7 @@ def test_torch_runs_no_kernel():
     assert not kernels.launches
 
 
-@pytest.mark.parametrize("placement", ["pre", "post", "output", "sandwich"])
+@pytest.mark.parametrize("placement", ["sandwich", "attn:out_post mlp:none"])
 def test_compiles_as_one_graph_with_the_kernels_in_it(placement):
     model = build("triton", norm="rmsnorm", placement=placement, qk_norm="head")
     logits, loss = model(*batch(0))

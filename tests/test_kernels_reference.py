@@ -1,94 +1,102 @@
-"""The specification's hand-derived gradients against autograd of its own forward, in float64."""
+"""The specification's hand-derived gradients against autograd and differences of its own forward, in float64."""
+
+from functools import partial
 
 import pytest
 import torch
-from kernel_cases import EPS, FUNCTIONS, Case, run, textbook
+from kernel_cases import EPS, Case, call, run, textbook
 
 import kernels
 from kernels import reference
+from kernels.calls import CALLS
 
 F64 = {"stream": torch.float64, "branch": torch.float64, "gains": torch.float64}
-
-
-def gains_of(case, t):
-    """The norms of the case's join, as `join` takes them."""
-    first = (t["weight"], t.get("bias"))
-    if case.function == "norm_add":
-        return {"out": first}
-    if case.function == "norm_add_norm":
-        return {"out": (t["out_weight"], t.get("out_bias")), "then": first}
-    return {"then": first}
-
-
-def forward(case, t):
-    """The outputs of the reference, by name."""
-    settings = {"kind": case.kind, "eps": EPS}
-    if case.function == "norm":
-        return {"y": reference.norm(t["x"], (t["weight"], t.get("bias")), **settings)}
-    want_sum = case.function != "add_norm_no_sum"
-    r, y = reference.join(t["x"], t["s"], **gains_of(case, t), want_sum=want_sum, **settings)
-    return {name: value for name, value in (("r", r), ("y", y)) if name in case.outputs}
+forward = partial(call, functions=reference)
+both_kinds = pytest.mark.parametrize("kind", kernels.KINDS)
+all_calls = pytest.mark.parametrize("name", CALLS)
 
 
 def backward(case, t, gradients):
     """The gradients of the reference, by name."""
-    settings = {"kind": case.kind, "eps": EPS}
-    dr, dy = gradients.get("r"), gradients.get("y")
-    if case.function == "norm":
-        dx, (dweight, dbias) = reference.norm_backward(dy, t["x"], (t["weight"], t.get("bias")), **settings)
-        return {"dx": dx, "dweight": dweight, "dbias": dbias}
-    gains = gains_of(case, t)
-    dx, ds, *dgains = reference.join_backward(dr, dy, t["x"], t["s"], **gains, **settings)
+    made, how = CALLS[case.call], {"kind": case.kind, "eps": EPS}
+    gains = {norm: (t.get(f"{norm}_weight"), t.get(f"{norm}_bias")) for norm in made.norms}
+    dr, dh = gradients.get("r"), gradients.get("h")
+    if made.is_join:
+        dx, ds, dout, dthen = reference.join_backward(
+            dr, dh, t["x"], t["s"], **gains, a=made.a, b=made.b, **how
+        )
+    else:
+        (dx, dthen), ds, dout = reference.norm_backward(dh, t["x"], gains["then"], **how), None, None
     found = {"dx": dx, "ds": ds}
-    for prefix, gradient in zip(
-        ("out_", "") if len(gains) == 2 else ("",), filter(None, dgains), strict=False
-    ):
-        found |= {f"d{prefix}weight": gradient[0], f"d{prefix}bias": gradient[1]}
-    return {name: g for name, g in found.items() if g is not None}
+    for norm, gain in (("out", dout), ("then", dthen)):
+        found[f"d{norm}_weight"], found[f"d{norm}_bias"] = gain or (None, None)
+    return {name: gradient for name, gradient in found.items() if gradient is not None}
 
 
-def used_outputs():
-    for function in FUNCTIONS:
-        both = Case(function, "layernorm", ()).outputs
-        yield from ((function, used) for used in {both, both[0], both[-1]})
+def central_differences(case, tensors, gradients, step=1e-6):
+    """d sum(gradient * result) by every element of every tensor."""
+
+    def loss():
+        results = forward(case, tensors)
+        return sum((gradient * results[name]).sum() for name, gradient in gradients.items())
+
+    slopes = {}
+    for name, t in tensors.items():
+        slope, flat = torch.zeros_like(t), t.view(-1)
+        for i, value in enumerate(flat.tolist()):
+            flat[i] = value + step
+            above = loss()
+            flat[i] = value - step
+            slope.view(-1)[i] = (above - loss()) / (2 * step)
+            flat[i] = value
+        slopes["d" + name] = slope
+    return slopes
 
 
-@pytest.mark.parametrize("kind", kernels.KINDS)
-@pytest.mark.parametrize(("function", "used"), sorted(used_outputs()))
-def test_gradients_are_those_of_autograd(function, used, kind):
-    case = Case(function, kind, (2, 3, 7), **F64, mean=1.0)
-    tensors, gradients = case.inputs(), case.gradients(outputs=used)
-    exact = run(forward, case, tensors, gradients)
-    ours = backward(case, tensors, gradients)
-    for name, gradient in exact.items():
-        if name.startswith("d"):
-            torch.testing.assert_close(ours[name], gradient, rtol=1e-11, atol=1e-11)
+@both_kinds
+@all_calls
+def test_gradients_are_those_of_autograd_and_of_differences(name, kind):
+    for parts in ({}, {"weight": False}, {"weight": False, "bias": False}):
+        case = Case(name, kind, (2, 3, 5), **F64, **parts, mean=1.0)
+        tensors = case.inputs()
+        for used in {case.results, case.results[0], case.results[-1]}:
+            gradients = case.gradients(used=used)
+            ours, exact = backward(case, tensors, gradients), run(forward, case, tensors, gradients)
+            expected = {name: value for name, value in exact.items() if name.startswith("d")}
+            torch.testing.assert_close(ours, expected, rtol=1e-11, atol=1e-11)
+            slopes = central_differences(case, tensors, gradients)
+            slopes = {name: slope for name, slope in slopes.items() if name in ours}
+            torch.testing.assert_close(ours, slopes, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", kernels.KINDS)
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_outputs_are_those_of_pytorch(function, kind):
-    case = Case(function, kind, (2, 3, 7), **F64, mean=1.0)
-    outputs, exact = forward(case, case.inputs()), textbook(case, case.inputs())
-    for name, truth in exact.items():
-        torch.testing.assert_close(outputs[name], truth, rtol=1e-12, atol=1e-12)
+@both_kinds
+def test_without_a_next_norm_the_branch_reads_the_sum(kind):
+    """Its gradient is then a second gradient of the sum."""
+    case = Case("scaled_output", kind, (2, 3, 7), **F64)
+    t = case.inputs()
+    out, factors = (t["out_weight"], t.get("out_bias")), {"a": 1.5, "b": 0.75}
+    leaves = [t[name].requires_grad_() for name in ("x", "s", "out_weight")]
+    r, h = reference.join(*leaves[:2], out=out, **factors, kind=kind, eps=EPS)
+    assert torch.equal(r, h)
+    dr, dh = torch.randn(2, *r.shape, dtype=r.dtype, generator=torch.Generator().manual_seed(0))
+    exact = torch.autograd.grad((r, h), leaves, (dr, dh))
+    dx, ds, dout, _ = reference.join_backward(dr, dh, *leaves[:2], out=out, **factors, kind=kind, eps=EPS)
+    torch.testing.assert_close((dx, ds, dout[0]), exact, rtol=1e-11, atol=1e-11)
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_each_result_has_the_dtype_of_its_tensor(function):
-    case = Case(function, "layernorm", (3, 7), torch.float32, torch.bfloat16, torch.float16)
-    tensors = case.inputs()
-    outputs = forward(case, tensors)
-    assert outputs.get("r", tensors["x"]).dtype == torch.float32
-    if "y" in outputs:
-        assert outputs["y"].dtype == (torch.float32 if function == "norm" else torch.bfloat16)
-    for name, gradient in backward(case, tensors, case.gradients()).items():
-        assert gradient.dtype == tensors[name.removeprefix("d")].dtype, name
+@both_kinds
+@all_calls
+def test_results_are_those_of_pytorch(name, kind):
+    case = Case(name, kind, (2, 3, 7), **F64, mean=1.0)
+    results, exact = forward(case, case.inputs()), textbook(case, case.inputs())
+    torch.testing.assert_close(results, exact, rtol=1e-12, atol=1e-12)
 
 
-def test_variance_is_centred_first():
-    """E[x^2] - E[x]^2 in float32 would leave nothing of a variance of 1e-4 around 100."""
-    x = 100 + 0.01 * torch.randn(4, 512, generator=torch.Generator().manual_seed(0))
-    y = reference.norm(x, (torch.ones(512), None), kind="layernorm", eps=1e-12)
-    exact = reference.norm(x.double(), (torch.ones(512), None), kind="layernorm", eps=1e-12)
-    torch.testing.assert_close(y.double(), exact, rtol=0, atol=2e-3)
+@all_calls
+def test_each_result_has_the_dtype_of_its_tensor(name):
+    case = Case(name, "layernorm", (3, 7), torch.float32, torch.bfloat16, torch.float16)
+    tensors, gradients = case.inputs(), case.gradients()
+    for result, value in forward(case, tensors).items():
+        assert value.dtype == gradients[result].dtype, result
+    for gradient, value in backward(case, tensors, gradients).items():
+        assert value.dtype == tensors[gradient.removeprefix("d")].dtype, gradient

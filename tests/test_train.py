@@ -19,6 +19,7 @@ from tools import sample
 from training.checkpoint import load_model
 from training.dynamics import fetch
 from training.parallel import Runtime
+from training.sampling import first_tokens
 from training.setup import fit
 from training.tracker import read_metrics
 from training.trainer import Trainer
@@ -190,12 +191,12 @@ def test_only_one_process_of_a_machine_reads_foreign_tokens_through(place, monke
 def test_a_prompt_that_the_model_cannot_read_is_refused():
     """The byte tokenizer's separator is 256, its line break 10; the model knows fewer ids, as --vocab-size allows."""
     tokenizer = load_tokenizer({"name": "byte"})
-    assert sample.first_tokens(tokenizer, "", 257) == [256]
-    assert sample.first_tokens(tokenizer, "", 256) == [10]
-    assert sample.first_tokens(tokenizer, "", 5) == [0]
-    assert sample.first_tokens(tokenizer, "aA", 98) == [97, 65]
+    assert first_tokens(tokenizer, "", 257) == [256]
+    assert first_tokens(tokenizer, "", 256) == [10]
+    assert first_tokens(tokenizer, "", 5) == [0]
+    assert first_tokens(tokenizer, "aA", 98) == [97, 65]
     with pytest.raises(UserError, match="the prompt has token 97, and the model knows ids below 97 only"):
-        sample.first_tokens(tokenizer, "aA", 97)
+        first_tokens(tokenizer, "aA", 97)
 
 
 def test_sampling_is_seeded_and_knows_the_corpus(run, capsys):

@@ -134,14 +134,13 @@ class Trainer:
         `held_step` is its index then, and `held` and `failed` are true. So it is, without `failed`, with the first
         step of a spike, until it is taken again as the `allowed_spike`.
         """
-        loss, z_loss, squares, stream_squares = self.gradient(index, watch)
+        losses, squares, stream_squares = self.gradient(index, watch)
         norm = squares.sum().sqrt()
-        self.update(index, loss, norm, stream_squares)
-        metrics = {"train/loss": loss, "train/grad_norm": norm}
+        self.update(index, losses["train/loss"], norm, stream_squares)
+        metrics = losses | {"train/grad_norm": norm}
         if watch:
             metrics |= self.by_place(squares, stream_squares)
             metrics["train/lr"] = learning_rate(index, self.config.optim)
-            metrics |= {} if z_loss is None else {"train/z_loss": z_loss}
         return metrics | {"diverged": self.failed, "spike": 1 if index == self.allowed_spike else self.held}
 
     def by_place(self, squares: Tensor, stream_squares: Tensor) -> dict[str, Tensor]:
@@ -157,28 +156,27 @@ class Trainer:
         self.held_step.fill_(-1)
         self.held.fill_(False)
 
-    def gradient(self, index: int, watch: bool) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-        """(cross-entropy, z-loss, squared gradient norm of every parameter, mean square of the stream at every depth).
+    def gradient(self, index: int, watch: bool) -> tuple[dict[str, Tensor], Tensor, Tensor | None]:
+        """(losses by name, squared gradient norm of every parameter, mean square of the stream by depth if `watch`).
 
-        The second is None without a z-loss, the last without `watch`. The gradient itself, that of both losses times
-        the loss scale, is left in the parameters.
+        The gradient itself, times the loss scale, is left in the parameters.
         """
         self.statistics_before = [b.clone() for b in self.statistics]
-        losses, z_losses, squares = [], [], []
+        seen = []
         for micro_step in range(self.accumulation):
             self.seed(index, micro_step)
             tokens, targets = self.to_device(*self.batches.batch(index, self.rows(micro_step)))
             with synchronized(self.module, self.model, last=micro_step == self.accumulation - 1):
-                loss, square, z_loss = self.module(tokens, targets, watch)
+                loss, *rest = self.module(tokens, targets, watch)
                 (loss * (self.scale.scale / self.accumulation)).backward()
-            losses.append(loss.detach() if z_loss is None else loss.detach() - z_loss)
-            z_losses.append(z_loss)
-            squares.append(square)
-        loss = self.runtime.mean(torch.stack(losses).mean())
-        z_loss = self.runtime.mean(torch.stack(z_losses).mean()) if self.config.optim.z_loss else None
+            seen.append([loss.detach(), *rest])
+        losses, z_losses, squares = zip(*seen, strict=True)
+        found = {"train/loss": self.runtime.mean(torch.stack(losses).mean())}
+        if self.config.optim.z_loss:
+            found["train/z_loss"] = self.runtime.mean(torch.stack(z_losses).detach().mean())
+            found["train/loss"] = found["train/loss"] - found["train/z_loss"]
         gradient_squares = self.norms.squares([p.grad for p in self.norms.params]) / self.scale.scale**2
-        stream_squares = self.runtime.mean(torch.stack(squares).mean(0)) if watch else None
-        return loss, z_loss, gradient_squares, stream_squares
+        return found, gradient_squares, self.runtime.mean(torch.stack(squares).mean(0)) if watch else None
 
     def update(self, index: int, loss: Tensor, norm: Tensor, stream_squares: Tensor | None) -> None:
         """Clips, unscales and applies the gradient; skipped on the device where the step is held."""

@@ -15,6 +15,7 @@ import kernels
 from base.timing import in_turn
 from configs import load_config
 from kernels import aot, bench
+from kernels.calls import CALLS
 from tools.claims.claim import Skipped, at_least, at_most, claim, control, equal, figure, near
 from tools.claims.small import random
 from tools.profile.classes import flops, time_by_class
@@ -65,38 +66,33 @@ def compiled(cases: list[aot.Case]) -> list[aot.Finding]:
 def share_of_copy(device: str, rounds: int = 20) -> dict[str, float]:
     """The fraction of a copy's bandwidth that each fused forward reaches on rows of bfloat16."""
     prepares, rows = {}, bench.GPU_ELEMENTS // WIDTH
-    for function in aot.FUNCTIONS:
-        leaves, _ = bench.make_inputs(function, "rmsnorm", rows, WIDTH, torch.bfloat16, device)
-        call = partial(bench.ours(function, "rmsnorm"), *leaves)
-        prepares[function] = lambda call=call: call
+    for call in CALLS:
+        leaves, _ = bench.make_inputs(call, "rmsnorm", rows, WIDTH, torch.bfloat16, device)
+        work = partial(bench.contender(kernels, call, "rmsnorm"), *leaves)
+        prepares[call] = lambda work=work: work
     copied = bench.copy_bandwidth(device)
     return {
-        function: aot.LIMITS[function, "forward"][0] * rows * WIDTH / seconds / copied
-        for function, seconds in bench.interleaved(prepares, rounds, device).items()
+        call: CALLS[call].forward[0] * rows * WIDTH / seconds / copied
+        for call, seconds in bench.medians(prepares, rounds, device).items()
     }
 
 
 @claim(24)
 def traffic():
     """Each fused join moves every element once in and once out, and nothing else."""
-    cases = [
-        aot.Case(function, "rmsnorm", stream, WIDTH, ARCH)
-        for function in aot.FUNCTIONS
-        for stream in aot.STREAMS
-    ]
+    cases = [aot.Case(call, "rmsnorm", stream, WIDTH, ARCH) for call in CALLS for stream in aot.STREAMS]
     moved: dict[tuple[str, str], list[float]] = {}
     for finding in compiled(cases):
         if finding.kernel != "sum_partials":
-            moved.setdefault((finding.case.function, finding.kernel), []).append(finding.bytes_per_element)
-    for (function, kernel), limits in aot.LIMITS.items():
-        what = f"{function}, {kernel}: bytes per element, stream in bfloat16 and float32"
-        yield equal(what, moved[function, kernel], [float(limit) for limit in limits])
-    addition = (6, 10)  # x, s -> r
-    apart = [a + b for a, b in zip(addition, moved["norm", "forward"], strict=True)]
-    yield control(equal("add_norm as an addition and a norm of its own", apart, moved["add_norm", "forward"]))
+            moved.setdefault((finding.case.call, finding.kernel), []).append(finding.bytes_per_element)
+    for (call, kernel), found in moved.items():
+        what = f"{call}, {kernel}: bytes per element, stream in bfloat16 and float32"
+        yield equal(what, found, [float(limit) for limit in getattr(CALLS[call], kernel)])
+    apart = [a + b for a, b in zip(moved["none", "forward"], moved["norm", "forward"], strict=True)]
+    yield control(equal("pre as an addition and a norm of its own", apart, moved["pre", "forward"]))
     if torch.cuda.is_available():
-        for function, share in share_of_copy("cuda").items():
-            yield figure(f"{function}, forward: bandwidth over that of a copy", f"{share:.0%}")
+        for call, share in share_of_copy("cuda").items():
+            yield figure(f"{call}, forward: bandwidth over that of a copy", f"{share:.0%}")
     total = 1e6 * 4096 * moved["norm", "forward"][0]
     yield near("GB moved by one million rows of 4096 in bfloat16, norm alone", total / 1e9, 16.4, 0.1)
     yield near("milliseconds of that at 3 TB/s", total / 3e12 * 1e3, 5.5, 0.1)
