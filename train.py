@@ -6,6 +6,10 @@
 Read `train` for the order of things; what it leans on is in `training/`.
 """
 
+from base.threads import share_processors
+
+share_processors()  # before torch is imported, which reads the environment then
+
 import contextlib
 import os
 import socket
@@ -21,9 +25,9 @@ import torch
 
 import kernels
 from base.cli import UserError
+from base.output import forgive_output
 from configs import Config, load_config, user_error
 from data import Dataset
-from data.terminal import forgive_output
 from training.clock import Clock, flops_per_token, peak_rate
 from training.divergence import EXIT_CODE, Diverged, Guard, replay
 from training.dynamics import fetch

@@ -14,8 +14,6 @@ A field is a flag: `n_layer` is --n-layer, a boolean `bias` is --bias and --no-b
 """
 
 import difflib
-import io
-import os
 import re
 import shutil
 import sys
@@ -28,6 +26,8 @@ from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import PydanticKnownError
+
+from base.output import forgive_output
 
 EXIT_MISTAKE, EXIT_INTERRUPTED = 2, 130
 STRICT = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
@@ -414,36 +414,3 @@ def run(main: Callable[[Sequence[str]], None], *, result_is_printed: bool = True
         print(f"error: standard output cannot be written: {lost.strerror}", file=sys.stderr)
         code = EXIT_MISTAKE
     raise SystemExit(code)
-
-
-class Forgiving(io.FileIO):
-    """What nobody takes any more (a closed pipe, a full disk) is dropped; `lost` is why, the first time."""
-
-    lost: OSError | None = None
-
-    def write(self, data) -> int:
-        try:
-            written = super().write(data)
-        except OSError as e:
-            self.lost = self.lost or e
-            return len(data)
-        return len(data) if written is None else written  # None: a pipe that does not wait, and is full
-
-
-def forgive_output() -> list[Forgiving]:
-    """From here on printing never raises, so that the exit code tells of the work and not of its listeners.
-
-    What the terminal cannot show is escaped. For the whole process: a program calls it when it begins.
-    """
-    outputs = []
-    for descriptor, name in ((1, "stdout"), (2, "stderr")):
-        encoding = getattr(getattr(sys, name), "encoding", None)
-        if getattr(sys, name) is None:  # closed; the next file to be opened must not take its place
-            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
-        raw = Forgiving(descriptor, "w", closefd=False)
-        stream = io.TextIOWrapper(
-            io.BufferedWriter(raw), encoding, errors="backslashreplace", line_buffering=True
-        )
-        setattr(sys, name, stream)
-        outputs.append(raw)
-    return outputs

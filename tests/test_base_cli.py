@@ -1,6 +1,7 @@
 """Flags from dataclasses, the sentence that a mistake gets, and how a command ends."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -200,6 +201,12 @@ def test_a_pipe_that_does_not_wait_and_is_full_costs_nothing():
     os.close(ours)
     os.close(theirs)
     assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_an_interrupt_before_a_command_runs_is_no_traceback():
+    source = "import os, signal, tools; os.kill(os.getpid(), signal.SIGINT)"
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "interrupted\n")
 
 
 def test_the_ground_floor_imports_nothing_heavy():

@@ -22,6 +22,7 @@ import kernels
 from base.cli import UserError
 from configs import Config, replace
 from model import GPT, Norm
+from tools.palette import drawing, line_style
 from tools.profile.steps import Steps, matrix_rate, speeds, steps_of
 
 CLASSES = (
@@ -230,20 +231,19 @@ def table(found: dict[str, Any]) -> Iterator[str]:
 
 
 def draw(found: dict[str, Any], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     bars = {"FLOPs": found["flops_share"]} | {f"time, {n}": s for n, s in found["time_share"].items()}
-    figure, axes = plt.subplots(figsize=(8, 0.7 * len(bars) + 1.6), layout="constrained")
-    for i, name in enumerate(CLASSES):
-        widths = [shares.get(name, 0) for shares in bars.values()]
-        left = [sum(shares.get(n, 0) for n in CLASSES[:i]) for shares in bars.values()]
-        if any(widths):
-            axes.barh(list(bars), widths, left=left, label=name)
-    axes.invert_yaxis()
-    axes.set_xlabel("share of one training step")
-    axes.set_xlim(0, 1)
-    figure.legend(loc="outside lower center", ncols=3, frameon=False)
-    figure.savefig(path, dpi=150)
+    with drawing():
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(8, 0.7 * len(bars) + 1.6), layout="constrained")
+        axes = figure.subplots()
+        for i, name in enumerate(CLASSES):
+            widths = [shares.get(name, 0) for shares in bars.values()]
+            left = [sum(shares.get(n, 0) for n in CLASSES[:i]) for shares in bars.values()]
+            if any(widths):
+                axes.barh(list(bars), widths, left=left, label=name, color=line_style(i)["color"])
+        axes.invert_yaxis()
+        axes.set_xlabel("share of one training step")
+        axes.set_xlim(0, 1)
+        figure.legend(loc="outside lower center", ncols=3, frameon=False)
+        figure.savefig(path, dpi=150)
