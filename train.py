@@ -28,6 +28,7 @@ from base import cli
 from base.cli import UserError
 from configs import Config, load_config
 from data import Dataset
+from model import PLACEMENTS
 from training.clock import Clock, flops_per_token, peak_rate
 from training.divergence import EXIT_CODE, Diverged, Guard, replay
 from training.dynamics import fetch
@@ -230,11 +231,11 @@ def describe(trainer: Trainer, dataset: Dataset, tell) -> None:
     )
     if model.dtype == "bfloat16" and multiplies_bfloat16(runtime.device):
         tell("       this processor multiplies bfloat16 faster than float32; --dtype float32 rounds less")
-    if model.placement == "post" and not optim.warmup_iters:
+    if any("post" in PLACEMENTS[name] for name in model.placements) and not optim.warmup_iters:
         tell("warning: post-norm without a warm-up often fails to train; --warmup-iters gives it one")
     if optim.norm_decay:
-        pulled = 1 if model.gain == "zero_centred" else 0
-        tell(f"warning: norm_decay pulls every gain to {pulled}; --gain zero_centred and one differ in this")
+        pulled = "1" if model.gain == "zero_centred" else "0; with --gain zero_centred it pulls them to 1"
+        tell(f"warning: norm_decay pulls all gains to {pulled}")
     if model.norm == "batchnorm":
         tell(
             "warning: batchnorm leaks: in training, every prediction sees later tokens and other sequences through the "

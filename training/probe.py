@@ -194,8 +194,10 @@ def gains(layers: dict[str, Norm]) -> dict[str, Tensor]:
     """Mean and largest absolute gain of every norm, by the names of `norm_names`."""
     values = {}
     for name, norm in layers.items():
-        gain = norm.weight.full_tensor() if is_shard(norm.weight) else norm.weight
-        values[f"gain/{name}.mean"], values[f"gain/{name}.max"] = gain.mean(), gain.abs().max()
+        if norm.weight is not None:
+            weight = norm.weight.full_tensor() if is_shard(norm.weight) else norm.weight
+            gain = weight + norm.zero_centred
+            values[f"gain/{name}.mean"], values[f"gain/{name}.max"] = gain.mean(), gain.abs().max()
     return values
 
 
