@@ -12,7 +12,6 @@ import itertools
 import json
 import os
 import re
-import sys
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -390,9 +389,3 @@ def toml_value(value: Any) -> str:
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return repr(value)
-
-
-def user_error(message: str) -> None:
-    """Tell a user's mistake in one sentence and end with the exit code that means so."""
-    print(f"error: {message}", file=sys.stderr)
-    raise SystemExit(2)

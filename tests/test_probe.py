@@ -264,7 +264,18 @@ def test_alpha_and_the_saturated_share_of_norms_that_squash(norm):
 
 def test_a_look_keeps_no_more_for_backward_than_a_step(tmp_path):
     """Of a vocabulary whose logits outweigh the model, in micro-batches of one sequence."""
-    flags = "--micro-batch-size 1 --block-size 32 --vocab-size 5000 --n-embd 16 --eval-tokens 400".split()
+    flags = [
+        "--micro-batch-size",
+        "1",
+        "--block-size",
+        "32",
+        "--vocab-size",
+        "5000",
+        "--n-embd",
+        "16",
+        "--eval-tokens",
+        "400",
+    ]
     trainer = tiny_trainer(tmp_path, *flags)
     most = {}
     for what, work in {
