@@ -24,9 +24,9 @@ from typing import Any
 import torch
 
 import kernels
+from base import cli
 from base.cli import UserError
-from base.output import forgive_output
-from configs import Config, load_config, user_error
+from configs import Config, load_config
 from data import Dataset
 from model import PLACEMENTS
 from training.clock import Clock, flops_per_token, peak_rate
@@ -45,7 +45,7 @@ WITHOUT_WAIT = "cpu"  # the device whose numbers are there as soon as a step ret
 
 
 def main(argv: Sequence[str]) -> None:
-    """Ends the process with one of the exit codes that training/run.py lists."""
+    """Raises UserError, or ends the process with one of the exit codes that training/run.py lists."""
     runtime = None
     try:
         if not argv:
@@ -61,19 +61,19 @@ def main(argv: Sequence[str]) -> None:
             replay(config, runtime)
         else:
             train(config, runtime, ["train.py", *argv])
-    except UserError as e:
+    except UserError:
         if runtime is None and not is_local_main():
             exit_quietly()  # the first process of this machine has found the same
-        user_error(str(e))
+        raise
     except Diverged as e:
         print(f"\n{e}", file=sys.stderr)
         raise SystemExit(EXIT_CODE) from None
     except (MemoryError, RuntimeError) as e:
         if out_of_memory(e):
-            user_error(
+            raise UserError(
                 "there is not enough memory for this model and batch; a smaller --micro-batch-size takes less, and so "
                 "does --activation-checkpointing"
-            )
+            ) from None
         if not lost_peer(e):
             raise
         print("a process leaves, because another one of this run has ended before its time", file=sys.stderr)
@@ -153,7 +153,7 @@ def loop(run: Run, tracker: Tracker | None, request: StopRequest) -> None:
     """
     trainer, progress = run.trainer, run.progress
     intervals, optim = trainer.config.run, trainer.config.optim
-    probe = Probe(trainer.model, trainer.windows, trainer.norms)
+    probe = Probe(trainer.model, trainer.windows, trainer.norms, trainer.micro_batch)
     guard = Guard(trainer, run)
 
     def due(step: int, interval: int) -> bool:
@@ -316,13 +316,9 @@ def keep_caches_in(out_dir: Path) -> None:
 
 
 if __name__ == "__main__":
-    forgive_output()
-    exit_code = 0
     try:
-        main(sys.argv[1:])
+        cli.run(main, result_is_printed=False)
     except SystemExit as e:
-        if "WORLD_SIZE" not in os.environ:
-            raise
-        exit_code = e.code or 0
-    if "WORLD_SIZE" in os.environ:
-        exit_now(exit_code)
+        if "WORLD_SIZE" in os.environ:
+            exit_now(e.code or 0)
+        raise
