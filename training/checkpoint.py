@@ -32,7 +32,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from base.cli import UserError
+from base.cli import UserError, explanation
 from base.files import atomic_folder
 from model import GPT, ModelConfig
 
@@ -356,14 +356,21 @@ def sketch(described: dict[str, Any], weights: dict[str, Tensor], path: Path) ->
     try:
         config = ModelConfig(**described)
     except (TypeError, ValidationError) as e:
-        reason = e.errors()[0]["msg"] if isinstance(e, ValidationError) else e
+        reason = explanation(e) if isinstance(e, ValidationError) else e
         raise UserError(f"{problem}: {reason}") from None
-    if not config.vocab_size or config.n_layer > len(weights):
-        raise UserError(f"{problem} from its weights")
+    return on_meta(config, weights, problem)
+
+
+def on_meta(config: ModelConfig, weights: dict[str, Tensor], problem: str) -> GPT:
+    """The model on the meta device. Raises UserError, beginning with `problem`, where it cannot have these weights."""
+    if not config.vocab_size:
+        raise UserError(f"{problem}: vocab_size is 0; it must be positive")
+    if config.n_layer > len(weights):
+        raise UserError(f"{problem}: n_layer is {config.n_layer}, but there are only {len(weights)} weights")
     try:
         with torch.device("meta"):
             return GPT(config)
-    except (RuntimeError, OverflowError):
+    except (RuntimeError, OverflowError, TypeError):
         raise UserError(f"{problem}: it is too large") from None
 
 

@@ -21,7 +21,7 @@ MATRIX = {
     "mps": 4096,
     "cuda": 8192,
 }  # rows and columns of a product that keeps the whole device busy
-PRODUCTS = 4  # between two looks at the clock
+PRODUCTS = 2  # between two looks at the clock
 REFERENCE = "layernorm pre"
 ALONE = ("norm", "qk_norm", "v_norm", "gain", "embed_norm", "mlp", "pos", "bias", "tie_embeddings")
 
@@ -118,7 +118,7 @@ def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
         for _ in range(PRODUCTS):
             a @ a
 
-    return PRODUCTS * 2 * size**3 / min(seconds(products, wait) for _ in range(10))
+    return PRODUCTS * 2 * size**3 / min(seconds(products, wait) for _ in range(8))
 
 
 def check_rounds(rounds: int) -> None:
