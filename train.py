@@ -153,7 +153,7 @@ def loop(run: Run, tracker: Tracker | None, request: StopRequest) -> None:
     """
     trainer, progress = run.trainer, run.progress
     intervals, optim = trainer.config.run, trainer.config.optim
-    probe = Probe(trainer.model, trainer.windows, trainer.norms)
+    probe = Probe(trainer.model, trainer.windows, trainer.norms, trainer.micro_batch)
     guard = Guard(trainer, run)
 
     def due(step: int, interval: int) -> bool:

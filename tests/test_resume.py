@@ -9,6 +9,7 @@ import pytest
 import torch
 from tiny_runs import STEPS, assert_same_end, before_step, recipe, rows, saved, train
 
+from configs import load_config
 from training import checkpoint, run, trainer
 from training.run import EXIT_STOPPED
 
@@ -215,6 +216,16 @@ def test_a_numbered_name_cannot_be_restarted(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     assert train(recipe(tmp_path), "--run-name", "auto") == 2
     assert "give it a name" in capsys.readouterr().err
+
+
+def test_a_name_is_claimed_at_once_and_given_back_by_a_run_that_is_refused(tmp_path):
+    argv = [str(recipe(tmp_path)), "--run-name", "auto"]
+    names = [load_config(argv).run.run_name for _ in range(3)]  # of three that start together
+    assert names == ["tiny", "tiny-2", "tiny-3"]
+    assert train(*argv, "--block-size", "5000") == 2
+    assert not (tmp_path / "tiny-4").exists()
+    assert train(*argv) == 0
+    assert checkpoint.newest(tmp_path / "tiny-4").step == STEPS
 
 
 def test_a_finished_run_that_is_resumed_changes_nothing(tmp_path):
