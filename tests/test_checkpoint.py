@@ -1,5 +1,6 @@
 """Checkpoints on the disk: whole or absent, the newest and the best kept, damage found and told."""
 
+import dataclasses
 import json
 import os
 import resource
@@ -237,3 +238,21 @@ def test_another_format_is_refused_by_number(tmp_path):
     file.write_text(json.dumps({"body": body, "sha256": checkpoint.digest_of(body)}))
     with pytest.raises(UserError, match="has format 99, and this version reads format 1"):
         checkpoint.newest(tmp_path)
+
+
+def test_weights_and_moments_under_a_former_name_are_read(tmp_path):
+    """N_post was called next_norm."""
+    config = dataclasses.replace(CONFIG, placement="post")
+    model, former = GPT(config), {}
+    for name, weight in checkpoint.model_weights(model).items():
+        former[name.replace("post_norm", "next_norm")] = weight
+    assert former.keys() != checkpoint.model_weights(model).keys()
+    state = TrainerState(
+        Progress(), (1.0, 0), {name: {} for name in former}, {"model": {"placement": "post"}}, "data"
+    )
+    checkpoint.save(tmp_path, former, checkpoint.about(model, None), state, None, 1)
+    loaded = checkpoint.load_model(tmp_path)
+    for (name, ours), theirs in zip(model.named_parameters(), loaded.parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
+    moments = checkpoint.load_trainer(checkpoint.newest(tmp_path)).optimizer
+    assert moments.keys() == checkpoint.model_weights(model).keys()

@@ -5,9 +5,10 @@ import torch.nn.functional as F
 
 import kernels
 import model
+from configs import OptimConfig
 from kernels import eager, reference
 from tools import fold
-from tools.claims import parameters
+from tools.claims import parameters, values
 from tools.claims.page import check_claim
 from training import optimizer
 
@@ -162,18 +163,21 @@ def attention_sees_the_future(monkeypatch):
     monkeypatch.setattr(
         F, "scaled_dot_product_attention", lambda *qkv, **how: attend(*qkv, **how | {"is_causal": False})
     )
+    monkeypatch.setattr(values, "COMBINATIONS", values.COMBINATIONS[::40])
+
+
+def decay_everywhere(monkeypatch, rate):
+    monkeypatch.setattr(
+        optimizer, "decay_rates", lambda model, _: dict.fromkeys(dict(model.named_parameters()), rate)
+    )
 
 
 def everything_decays(monkeypatch):
-    monkeypatch.setattr(
-        optimizer, "decays", lambda model: dict.fromkeys(dict(model.named_parameters()), True)
-    )
+    decay_everywhere(monkeypatch, OptimConfig().weight_decay)
 
 
 def nothing_decays(monkeypatch):
-    monkeypatch.setattr(
-        optimizer, "decays", lambda model: dict.fromkeys(dict(model.named_parameters()), False)
-    )
+    decay_everywhere(monkeypatch, 0.0)
 
 
 def keel_without_its_inner_norm(monkeypatch):

@@ -153,6 +153,14 @@ def test_gpt2s_vocabulary_is_written_and_recognized(tmp_path, monkeypatch):
     assert meta is None
     assert "another one" in why
 
+    def unreachable(name):
+        raise UserError("no network")
+
+    monkeypatch.setattr(tokenizer, "_load_encoding", unreachable)
+    assert recognize(tmp_path) == (None, "whether its vocabulary is gpt2's could not be checked: no network")
+    (tmp_path / "tokenizer.json").write_text(json.dumps(body), encoding="utf-8")
+    assert recognize(tmp_path)[0] == tokenizer.tokenizer_meta(str(tmp_path)), "it speaks for itself"
+
 
 def test_without_a_tokenizer_sampling_says_so(folder):
     with pytest.raises(UserError, match="saved without a tokenizer"):

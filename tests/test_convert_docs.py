@@ -15,12 +15,11 @@ from training.checkpoint import about, model_weights, save_model
 NOTEBOOK, EXPORT, ELSEWHERE = re.findall(
     r"```python\n(.*?)```", Path("docs/interchange.md").read_text(encoding="utf-8"), re.DOTALL
 )
-EVERY_PLACEMENT = {"n_layer": len(PLACEMENTS) // 2, "placement": " ".join(PLACEMENTS), "norm": "rmsnorm"}
-EVERY_PLACEMENT |= {"pos": "rope", "qk_norm": "head", "gain": "zero_centred", "mlp": "geglu"}
+EVERY_PLACEMENT = {"n_layer": len(PLACEMENTS) // 2, "placement": " ".join(PLACEMENTS)}
+LLAMA = {"norm": "rmsnorm", "pos": "rope", "qk_norm": "head", "gain": "zero_centred", "mlp": "geglu"}
 OTHERS = [
-    {"n_layer": 1, "norm": "layernorm", "placement": "sandwich", "residual_scale": 0.7, "embed_norm": True},
-    {"n_layer": 1, "norm": "batchnorm", "placement": "keel"},
-    {"n_layer": 1, "norm": "derf", "logit_softcap": 3.0},
+    LLAMA | {"n_layer": 1, "placement": "sandwich", "residual_scale": 0.7, "embed_norm": True},
+    {"n_layer": 1, "norm": "batchnorm", "placement": "keel", "logit_softcap": 3.0},
 ]
 
 

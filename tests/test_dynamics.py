@@ -21,7 +21,7 @@ DEPTHS = ["embed", "layer_00.attn", "layer_00.mlp", "layer_01.attn", "layer_01.m
 @pytest.mark.parametrize("placement", CASES)
 def test_every_value_is_the_textbook_one(placement):
     model = known_model(placement)
-    loss, squares = Observed(model)(*tokens_and_targets(), True)
+    loss, _, squares = Observed(model)(*tokens_and_targets(), True)
     loss.backward()
     norms = PartNorms(model, Runtime(torch.device("cpu")))
     by_part = norms.by_part(norms.squares([p.grad for p in norms.params])).tolist()
@@ -68,6 +68,20 @@ def test_exact_keys_and_parts_that_add_up(tmp_path):
     assert trainer.step(1, False).keys() == {"diverged", "spike", "train/loss", "train/grad_norm"}
 
 
+def test_the_z_loss_is_reported_apart_and_evaluation_is_without_it(tmp_path):
+    plain, with_z = (tiny_trainer(tmp_path, "--z-loss", z, "--micro-batch-size", "2") for z in ("0", "0.5"))
+    first, second = fetch(plain.step(0, True)), fetch(with_z.step(0, True))
+    logits = tiny_trainer(tmp_path).model(plain.batches.batch(0, range(4))[0])[0]
+    assert second["train/z_loss"] == pytest.approx(
+        0.5 * logits.logsumexp(-1).square().mean().item(), rel=1e-5
+    )
+    assert second["train/loss"] == pytest.approx(first["train/loss"], rel=1e-5)
+    assert second["train/grad_norm"] > 1.1 * first["train/grad_norm"], "it is in the gradient"
+    assert "train/z_loss" not in first
+    with_z.load_weights(plain.state()[0])
+    assert with_z.evaluate() == plain.evaluate()
+
+
 @pytest.mark.parametrize("n_layer", [1, 12])
 def test_names_of_depths(n_layer):
     assert len(branch_names(n_layer)) == 2 * n_layer
@@ -98,7 +112,7 @@ def test_a_constant_update_grows_the_stream_and_leaves_its_layernorm():
     for join in model.joins:
         join.register_forward_hook(lambda join, inputs, outputs: read.append(outputs[1]))
     model.embed.weight.data = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
-    _, squares = Observed(model)(
+    *_, squares = Observed(model)(
         torch.zeros(1, 3, dtype=torch.int64), torch.zeros(1, 3, dtype=torch.int64), True
     )
     values = squares.sqrt().tolist()
@@ -114,14 +128,14 @@ def test_branches_of_zeros_leave_the_stream_as_it_is(placement):
         for attention, mlp in zip(model.branches[::2], model.branches[1::2], strict=True):
             attention.out.weight.zero_()
             mlp.down.weight.zero_()
-    values = Observed(model)(*tokens_and_targets(), True)[1].sqrt().tolist()
+    values = Observed(model)(*tokens_and_targets(), True)[2].sqrt().tolist()
     assert values == pytest.approx([values[0]] * 5, rel=1e-12)
 
 
 def test_rmsnorm_of_post_gives_rms_one():
     model = GPT(ModelConfig(n_layer=2, n_head=2, n_embd=32, block_size=6, vocab_size=11, placement="post",
                             norm="rmsnorm", norm_eps=1e-12))  # fmt: skip
-    values = Observed(model)(*tokens_and_targets(), True)[1].sqrt().tolist()
+    values = Observed(model)(*tokens_and_targets(), True)[2].sqrt().tolist()
     assert values[1:] == pytest.approx([1.0] * 4, rel=1e-4)
     assert values[0] < 0.1
 
@@ -202,7 +216,8 @@ def test_rows_of_a_run(tmp_path):
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     sections = {row["iter"]: sorted({key.partition("/")[0] for key in row}) for row in rows}
     log = ["grad_norm", "iter", "perf", "residual_rms", "tokens", "train"]
-    look = ["angle_deg", "attn_entropy", "attn_logit_max", "branch_rms", "gain", "stream_grad_rms"]
+    look = ["angle_deg", "attn_entropy", "attn_logit_max", "branch_rms", "gain", "logsumexp"]
+    look += ["stream_grad_rms", "stream_kurtosis", "stream_max"]
     assert sections == {
         0: sorted(["iter", "tokens", "val", *look]),
         **dict.fromkeys((1, 2, 10), log),

@@ -217,15 +217,21 @@ def test_shards_and_bfloat16_come_in_as_float32(tmp_path):
 
 
 def test_the_bare_names_and_mask_buffers_of_old_gpt2_files_are_understood(tmp_path):
-    """openai-community/gpt2 has no prefix, and holds each layer's causal mask."""
+    """openai-community/gpt2 has no prefix, and holds each layer's causal mask; a wrapper may have left its name."""
     theirs, file = theirs_of("gpt2 small"), tmp_path / "hf" / "model.safetensors"
     theirs.save_pretrained(tmp_path / "hf")
     weights = {name.removeprefix("transformer."): t for name, t in load_file(file).items()}
     assert "wte.weight" in weights
     weights |= {"h.0.attn.bias": torch.ones(1, 1, 32, 32), "h.0.attn.masked_bias": torch.tensor(-1e4)}
-    save_file(weights, file)
-    convert.main(["from-hf", str(tmp_path / "hf"), "-o", str(tmp_path / "ours")])
-    assert_same_logits(theirs, load_model(tmp_path / "ours"))
+    wrapped = {
+        f"module.{n.replace('h.1.', 'h.1._orig_mod.')}": t
+        for n, t in theirs_of("gpt2 small").state_dict().items()
+    }
+    del wrapped["module.lm_head.weight"]
+    for held in (weights, wrapped):
+        save_file(held, file)
+        convert.main(["from-hf", str(tmp_path / "hf"), "-o", str(tmp_path / "ours"), "--overwrite"])
+        assert_same_logits(theirs, load_model(tmp_path / "ours"))
 
 
 @pytest.mark.parametrize("name", ["llama wide, grouped, tied, all biases, long wavelengths", "gpt2 small"])

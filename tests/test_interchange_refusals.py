@@ -32,6 +32,7 @@ REFUSED_IN = [
         {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
         "rope_parameters.rope_type is 'yarn'",
     ),
+    ("llama", {"rope_theta": 5e5}, "rope_theta is 500000.0, and 10000.0 in rope_parameters"),
     ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
     ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
     ("llama", {"quantization_config": {"bits": 4}}, "quantization_config is"),

@@ -100,11 +100,3 @@ def test_each_result_has_the_dtype_of_its_tensor(name):
         assert value.dtype == gradients[result].dtype, result
     for gradient, value in backward(case, tensors, gradients).items():
         assert value.dtype == tensors[gradient.removeprefix("d")].dtype, gradient
-
-
-def test_variance_is_centred_first():
-    """E[x^2] - E[x]^2 in float32 would leave nothing of a variance of 1e-4 around 100."""
-    x = 100 + 0.01 * torch.randn(4, 512, generator=torch.Generator().manual_seed(0))
-    y = reference.norm(x, (None, None), kind="layernorm", eps=1e-12)
-    exact = reference.norm(x.double(), (None, None), kind="layernorm", eps=1e-12)
-    torch.testing.assert_close(y.double(), exact, rtol=0, atol=2e-3)

@@ -74,6 +74,23 @@ def test_only_matrices_decay_and_each_parameter_is_in_one_group(norm, tie):
         assert decay[id(p)] == (0.3 if matrix else 0.0), name
 
 
+@pytest.mark.parametrize("gain", ["one", "zero_centred"])
+def test_norm_decay_is_of_gains_alone(gain):
+    """It pulls the parameter to 0: a gain of 1 + w, to 1."""
+    model = GPT(ModelConfig(**TINY, gain=gain))
+    optimizer = make_optimizer(model, config(lr=0.1, weight_decay=0.5, norm_decay=0.2))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(1.0)
+            p.grad = torch.zeros_like(p)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    optimizer.step()
+    gains = {f"{n}.weight" for n, m in model.named_modules() if isinstance(m, Norm)}
+    for name, p in model.named_parameters():
+        kept = 0.98 if name in gains else 0.95 if p.ndim == 2 and name != "pos_embed.weight" else 1.0
+        torch.testing.assert_close(p.detach(), before[name] * kept)
+
+
 def test_gains_move_without_decay_and_matrices_shrink_with_it():
     """Gains have shape [D], get a gradient and change; with a zero gradient only matrices change."""
     torch.manual_seed(0)
@@ -186,3 +203,11 @@ def test_only_mps_lacks_it(monkeypatch):
     assert isinstance(fused, torch.optim.AdamW)
     monkeypatch.setattr(type(model.embed.weight), "device", torch.device("mps"))
     assert isinstance(make_optimizer(model, config()), Skipping)
+
+
+def test_what_a_norm_learns_besides_its_gain_does_not_decay():
+    model = GPT(ModelConfig(n_layer=1, n_head=1, n_embd=8, block_size=4, vocab_size=5, norm="derf"))
+    optimizer = make_optimizer(model, OptimConfig(norm_decay=0.5))
+    decayed = {id(p) for group in optimizer.param_groups if group["weight_decay"] for p in group["params"]}
+    assert id(model.entry.weight) in decayed
+    assert not {id(model.entry.alpha), id(model.entry.shift), id(model.entry.bias)} & decayed

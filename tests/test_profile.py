@@ -14,7 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from base import timing
 from base.cli import UserError
-from configs import load_config, replace
+from configs import load_config
+from model import GPT, NORMS, PLACEMENTS
 from tools.profile import __main__ as command
 from tools.profile import classes, logging_cost
 from tools.profile import steps as whole_steps
@@ -60,11 +61,25 @@ def test_pytorchs_count_of_flops_is_the_formulas(recipe, mlp, dropout):
     assert counted["matrix products"] + counted["attention"] == flops_per_token(model) * made.tokens
 
 
-def test_norms_are_counted_by_hand(recipe):
-    plain = flops(steps(recipe, "--norm", "rmsnorm"))["norms and joins"]
-    assert plain == 8 * 16 * (12 * 5 * 16 + 2 * 4 * 16)  # 5 norms and 4 adds of 16 features
-    with_qk = flops(steps(recipe, "--norm", "rmsnorm", "--qk-norm", "head"))["norms and joins"]
-    assert with_qk - plain == 8 * 16 * 12 * (2 * 2 * 16)  # 2 layers, queries and keys
+@pytest.mark.parametrize(
+    ("flags", "per_token"),
+    [
+        ("", 12 * 5 * 16 + 2 * 4 * 16),  # 5 norms and 4 adds of 16 features
+        ("--qk-norm head", 12 * (5 + 4) * 16 + 2 * 4 * 16),  # queries and keys of 2 layers
+        ("--qk-norm full --gain none --v-norm", 12 * (5 + 6) * 16 + 2 * 4 * 16),
+        ("--qk-norm head --n-kv-head 1", 12 * (5 * 16 + 2 * (16 + 8)) + 2 * 4 * 16),
+        ("--norm dyt", 2 * 4 * 16),
+    ],
+)
+def test_norms_are_counted_by_hand(recipe, flags, per_token):
+    config = load_config([str(recipe), "--norm", "rmsnorm", *flags.split()])
+    with torch.device("meta"):
+        assert classes.norm_flops(GPT(config.model)) == per_token
+
+
+def test_a_step_counts_the_norms_of_its_tokens(recipe):
+    made = steps(recipe)
+    assert flops(made)["norms and joins"] == 8 * 16 * classes.norm_flops(made.trainer.model)
 
 
 def test_every_class_takes_a_share_and_tracing_leaves_the_trainer_as_it_was(recipe):
@@ -184,12 +199,20 @@ def test_the_command_writes_what_it_prints(whole_command, recipe):
     assert recipe.with_name("p.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_table_of_switches_has_every_combination(recipe):
-    config = replace(load_config([str(recipe)]), "model", n_layer=1)
+def test_the_table_of_switches_has_every_one(recipe):
+    """In a recipe that has some of them: what it has already is not a switch."""
+    config = load_config(
+        [str(recipe), "--n-layer", "1", "--norm", "rmsnorm", "--qk-norm", "full", "--no-bias"]
+    )
     table = whole_steps.switches(config, 2)
-    assert len(table) == 2 * 4 * 2
+    pairs = {f"{norm} {p}" for norm in ("layernorm", "rmsnorm") for p in PLACEMENTS}
+    words = "qk_norm head, qk_norm full, v_norm, gain zero_centred, gain none, embed_norm, pos rope, bias"
+    words += ", no tie_embeddings, mlp gelu, mlp swiglu, mlp geglu, logit_softcap 30"
+    scales = {"deepnorm in post", "lns in pre", "keel in keel", "depth in pre"}
+    alone = {*words.split(", "), *(f"norm {norm}" for norm in NORMS.keys() - {"layernorm", "rmsnorm"})}
+    assert table.keys() == pairs | alone | {f"residual_scale {scale}" for scale in scales}
     assert table[whole_steps.REFERENCE]["ratio"] == 1
-    assert len({row["step_ms"] for row in table.values()}) == 16
+    assert len({row["step_ms"] for row in table.values()}) == len(table)
 
 
 @pytest.mark.parametrize("act", ["switches", "logging", "step"])

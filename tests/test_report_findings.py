@@ -120,7 +120,7 @@ def test_how_runs_ended(said):
         c=(rows(20), {}, {"state": "running"}),
         d=rows(),
     )
-    assert "a: diverged at step 41 (step 41 diverged: the loss is not finite)." in text
+    assert "a: diverged at step 41, the loss is not finite." in text
     assert "Not at their end: b (stopped, at step 30 of 100)." in text
     assert "Not at their end: c (running, at step 20 of 100)." in text
     assert "d (" not in text
@@ -150,6 +150,12 @@ def test_a_row_that_stands_out(said):
     assert "training loss 4, step 70 (usual there: 2.5)" in text
     assert "b: stands" not in text
     assert "c: stands" not in text, "the warm-up is no excursion"
+    falls = rows(
+        train__loss=lambda s: 2.5 + 5 * math.exp(-s / 8),
+        grad_norm__embed=lambda s: 0.2 + 30 * math.exp(-s / 4),
+    )
+    shifts = rows(train__loss=lambda s: 2.5 + 2 * (s > 50), grad_norm__embed=lambda s: 0.2 + 9 * (s > 50))
+    assert "stands" not in said(d=falls, e=shifts), "a steady fall and another level are none"
 
 
 def test_numbers_that_were_not_finite(said):

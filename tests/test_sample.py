@@ -14,7 +14,8 @@ from base.cli import UserError
 from data import load_tokenizer
 from model import GPT, ModelConfig
 from tools import sample
-from training.checkpoint import about, model_weights, save_model
+from training.checkpoint import about, load_model, model_weights, save_model
+from training.sampling import draw, grown
 
 BYTE = {"name": "byte"}
 
@@ -42,13 +43,15 @@ def test_a_sample_is_what_the_model_says_at_its_own_length():
             expected = torch.cat((expected, logits.argmax(-1, keepdim=True)), dim=1)
     lengths = set()
     model.register_forward_pre_hook(lambda _, inputs: lengths.add(inputs[0].size(1)))
-    found = sample.generate(model, begin, 130, vocab_size=40, temperature=0, top_k=0, seed=0)
-    assert torch.equal(found, expected)
+
+    def drawn(count: int, **how) -> torch.Tensor:
+        return torch.stack(list(draw(model, begin, count, **how, seed=0)), dim=1)
+
+    found = drawn(130, vocab_size=40, temperature=0, top_k=0)
+    assert torch.equal(found, expected[:, 3:])
     # A tokenizer that knows more ids than the model is given the model's only.
-    wide = sample.generate(model, begin, 20, vocab_size=60, temperature=1.0, top_k=0, seed=0)
-    assert torch.equal(
-        wide, sample.generate(model, begin, 20, vocab_size=50, temperature=1.0, top_k=50, seed=0)
-    )
+    wide = drawn(20, vocab_size=60, temperature=1.0, top_k=0)
+    assert torch.equal(wide, drawn(20, vocab_size=50, temperature=1.0, top_k=50))
     assert len(set(expected[0].tolist())) > 4
     assert lengths == {64, 100}
 
@@ -81,8 +84,9 @@ def test_what_is_printed_is_every_sample_in_turn(talker, capsys):
     flags = ["--prompt", "ab", "--tokens", "20", "--samples", "3", "--device", "cpu", "--seed", "3"]
     sample.main([str(talker), *flags])
     printed = capsys.readouterr().out.removesuffix("\n").split("\n\n---\n\n")
-    asked = sample.Options(run="", prompt="ab", tokens=20, samples=3, seed=3)
-    expected = sample.continuations(sample.load_model(talker), load_tokenizer(BYTE), asked)
+    tokenizer = load_tokenizer(BYTE)
+    *_, rows = grown(load_model(talker), tokenizer, "ab", tokens=20, samples=3, seed=3)
+    expected = [tokenizer.decode(row) for row in rows]
     assert printed == expected
     assert len(set(expected)) == 3
     assert all(text.startswith("ab") for text in expected)

@@ -1,1 +1,3 @@
 """What one runs beside a training run or after it, each as `python -m tools.NAME`."""
+
+import base  # noqa: F401 (first, for Ctrl-C while the rest is imported)

@@ -15,8 +15,8 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from base.cli import UserError, explanation
-from model import GPT, ModelConfig
-from training.checkpoint import check_weights
+from model import ModelConfig
+from training.checkpoint import check_weights, on_meta
 
 Weights = dict[str, Tensor]
 
@@ -278,6 +278,8 @@ def modern_rope(theirs: dict[str, Any]) -> dict[str, Any]:
     new = theirs.get("rope_parameters") or {}
     if not isinstance(new, dict):
         raise UserError(f"rope_parameters is {new!r}, but it is an object")
+    if old and new.get("rope_theta") not in (None, old["rope_theta"]):
+        raise UserError(f"rope_theta is {old['rope_theta']}, and {new['rope_theta']} in rope_parameters")
     return theirs | {"rope_parameters": old | new}
 
 
@@ -330,12 +332,11 @@ def our_weights(
     Raises UserError for a weight of theirs that is missing, or that the table does not know.
     """
     config, rest = tied_as_held(family, config, bare(family, weights))
-    own = dict(sketch(config, weights).named_parameters())
-    ours = {}
+    own = on_meta(config, weights, "config.json describes a model that cannot be built")
+    named, ours = dict(own.named_parameters()), {}
     for table_name, module, names in modules(family, config):
         for kind in ("weight", "bias"):
-            param = own.get(f"{module}.{kind}")
-            if param is None:
+            if f"{module}.{kind}" not in named:
                 continue
             if kind == "bias" and not has_bias(family, table_name, theirs):
                 ours[f"{module}.bias"] = torch.zeros(len(ours[f"{module}.weight"]))
@@ -353,21 +354,8 @@ def our_weights(
                 raise UserError(f"the {family.name} model has weights that are no rows: {shapes}") from None
     if rest:
         raise UserError(f"the {family.name} model has a weight {min(rest)}, for which there is no place")
-    check_weights(sketch(config, weights), ours, "the converted model")
+    check_weights(own, ours, "the converted model")
     return config, ours
-
-
-def sketch(config: ModelConfig, weights: Weights) -> GPT:
-    """Our model on the meta device. Raises UserError where it cannot be the one that has these weights."""
-    if not config.vocab_size:
-        raise UserError("vocab_size is 0; it must be positive")
-    if config.n_layer > len(weights):
-        raise UserError(f"n_layer is {config.n_layer}, but there are only {len(weights)} weights")
-    try:
-        with torch.device("meta"):
-            return GPT(config)
-    except (RuntimeError, OverflowError, TypeError):
-        raise UserError("the model that the configuration describes is too large") from None
 
 
 def stored(family: Family, ours: str, t: Tensor) -> Tensor:

@@ -142,17 +142,18 @@ def recognize(folder: Path) -> tuple[dict | None, str]:
     theirs = their_vocabulary(folder)
     if theirs is None:
         return None, "it has no tokenizer file that lists a vocabulary"
-    problem = f"its vocabulary of {len(theirs)} tokens is none that this repository knows"
     name = next((name for name, size in SIZES.items() if size == len(theirs)), None)
+    problem = f"its vocabulary of {len(theirs)} tokens is none that this repository knows"
     try:
         if name and vocabulary(load_tokenizer({"name": name})) == theirs:
             return {"name": name}, ""
         problem = f"its vocabulary is as large as {name}'s, but another one" if name else problem
-        if (folder / TOKENIZER_JSON).exists():
-            return tokenizer_meta(str(folder)), ""
     except UserError as e:
-        problem = f"its vocabulary could not be checked: {e}"
-    return None, problem
+        problem = f"whether its vocabulary is {name}'s could not be checked: {e}"
+    try:
+        return (tokenizer_meta(str(folder)), "") if (folder / TOKENIZER_JSON).exists() else (None, problem)
+    except UserError as e:
+        return None, str(e)
 
 
 def token_bytes(tokenizer: Tokenizer) -> np.ndarray | None:

@@ -32,12 +32,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from base.cli import UserError
+from base.cli import UserError, explanation
 from base.files import atomic_folder
 from model import GPT, ModelConfig
 
 FORMAT = 1
 FILES = ("model.safetensors", "trainer.pt")
+RENAMED = {
+    "post": (".next_norm.", ".post_norm.")
+}  # by placement: parts of weights' names, and what they are today
 T = TypeVar("T")
 
 
@@ -267,7 +270,7 @@ def load_trainer(checkpoint: Checkpoint, kind: type[State] = TrainerState) -> St
     file = checkpoint.path / "trainer.pt"
     try:
         state = kind(**torch.load(file, map_location="cpu", weights_only=True))
-        state.optimizer = upgraded(state.optimizer)
+        state.optimizer = upgraded(state.optimizer, state.config.get("model", {}))
     except ValidationError as e:
         raise UserError(f"{file} is not what nanonorm saves: {e.errors()[0]['loc'][0]} is wrong") from None
     except Exception as e:  # torch.load raises nearly anything on a damaged file
@@ -305,12 +308,14 @@ def read_model(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     Raises UserError.
     """
     with opened(path) as f:
-        return upgraded({name: f.get_tensor(name) for name in f.keys()}), header(f, path)  # noqa: SIM118
+        about = header(f, path)
+        return upgraded({name: f.get_tensor(name) for name in f.keys()}, about["model"]), about  # noqa: SIM118
 
 
-def upgraded(named: dict[str, T]) -> dict[str, T]:
-    """Weights, or what belongs to them, under the names that they have today: some were renamed."""
-    return named
+def upgraded(named: dict[str, T], described: dict[str, Any]) -> dict[str, T]:
+    """Weights, or what belongs to them, of a model so described, under the names that they have today."""
+    old, new = RENAMED.get(described.get("placement"), ("", ""))
+    return {name.replace(old, new) if old else name: value for name, value in named.items()}
 
 
 def read_about(path: Path) -> dict[str, Any]:
@@ -351,14 +356,21 @@ def sketch(described: dict[str, Any], weights: dict[str, Tensor], path: Path) ->
     try:
         config = ModelConfig(**described)
     except (TypeError, ValidationError) as e:
-        reason = e.errors()[0]["msg"] if isinstance(e, ValidationError) else e
+        reason = explanation(e) if isinstance(e, ValidationError) else e
         raise UserError(f"{problem}: {reason}") from None
-    if not config.vocab_size or config.n_layer > len(weights):
-        raise UserError(f"{problem} from its weights")
+    return on_meta(config, weights, problem)
+
+
+def on_meta(config: ModelConfig, weights: dict[str, Tensor], problem: str) -> GPT:
+    """The model on the meta device. Raises UserError, beginning with `problem`, where it cannot have these weights."""
+    if not config.vocab_size:
+        raise UserError(f"{problem}: vocab_size is 0; it must be positive")
+    if config.n_layer > len(weights):
+        raise UserError(f"{problem}: n_layer is {config.n_layer}, but there are only {len(weights)} weights")
     try:
         with torch.device("meta"):
             return GPT(config)
-    except (RuntimeError, OverflowError):
+    except (RuntimeError, OverflowError, TypeError):
         raise UserError(f"{problem}: it is too large") from None
 
 

@@ -181,9 +181,9 @@ def diagnose(trainer: Trainer, index: int, rows: list[Row]) -> Diagnosis | None:
 
     rows: of steps before it, which a loss that jumps is compared with. A collective.
     """
-    loss, squares, stream_squares = trainer.gradient(index, watch=True)
+    losses, squares, stream_squares = trainer.gradient(index, watch=True)
     trainer.clear()
-    metrics = {"train/loss": loss, "train/grad_norm": squares.sum().sqrt()}
+    metrics = losses | {"train/grad_norm": squares.sum().sqrt()}
     row = fetch(metrics | trainer.by_place(squares, stream_squares))
     place, where = (
         broken_weight(trainer)

@@ -29,23 +29,27 @@ def parts(model: GPT) -> Iterator[tuple[str, nn.Parameter, str]]:
 
 
 class Observed(nn.Module):
-    """The model as training runs it: (loss, mean square of the stream at every depth [2L + 1] or None).
+    """The model as training runs it: (loss, z-loss in it, mean square of the stream at every depth [2L + 1] or None).
+
+    z_loss: the coefficient of the z-loss, which evaluation leaves out.
 
     The mean squares are float32 means over batch, time and features, computed inside the (compiled) forward, on the
     steps that are logged only. They are not taken from the statistics that the fused kernels save: 1 / rstd^2 - eps
     is the mean square in exact arithmetic, but not in float32 where eps outweighs it.
     """
 
-    def __init__(self, model: GPT):
+    def __init__(self, model: GPT, z_loss: float = 0.0):
         super().__init__()
-        self.model = model
+        self.model, self.z_loss = model, z_loss
 
-    def forward(self, tokens: Tensor, targets: Tensor, watch: bool) -> tuple[Tensor, Tensor | None]:
+    def forward(self, tokens: Tensor, targets: Tensor, watch: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+        z_loss = self.z_loss if self.training else 0.0
         if not watch:
-            return self.model.loss(tokens, targets)[0], None
+            return *self.model.loss(tokens, targets, z_loss=z_loss), None
         lengths: list[Tensor] = []
-        loss, _ = self.model.loss(tokens, targets, watch=lambda x: lengths.append(row_norms(x)))
-        return loss, torch.stack(lengths).square().mean((1, 2)) / self.model.config.n_embd
+        see = lambda x: lengths.append(row_norms(x))  # noqa: E731
+        loss, z = self.model.loss(tokens, targets, watch=see, z_loss=z_loss)
+        return loss, z, torch.stack(lengths).square().mean((1, 2)) / self.model.config.n_embd
 
 
 def named(quantity: str, places: Sequence[str], values: Tensor) -> dict[str, Tensor]:

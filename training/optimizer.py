@@ -8,11 +8,16 @@ from configs import OptimConfig
 from model import GPT, LearnedPositions, Linear, Norm
 
 
-def decays(model: GPT) -> dict[str, bool]:
-    """For every parameter by name, whether weight decay applies: matrices, but not norms, biases or positions."""
-    spared = (Norm, LearnedPositions)
+def decay_rates(model: GPT, config: OptimConfig) -> dict[str, float]:
+    """The decay of every parameter by name: matrices and gains have one, biases and positions do not."""
+
+    def rate(module: torch.nn.Module, name: str, param: torch.nn.Parameter) -> float:
+        if isinstance(module, Norm):
+            return config.norm_decay if name == "weight" else 0.0
+        return config.weight_decay if param.ndim >= 2 and not isinstance(module, LearnedPositions) else 0.0
+
     return {
-        f"{prefix}.{name}" if prefix else name: param.ndim >= 2 and not isinstance(module, spared)
+        f"{prefix}.{name}" if prefix else name: rate(module, name, param)
         for prefix, module in model.named_modules()
         for name, param in module.named_parameters(recurse=False)
     }
@@ -26,11 +31,11 @@ def make_optimizer(model: GPT, config: OptimConfig) -> "torch.optim.AdamW | Skip
     to the RMS of AdamW's steps (Liu et al. 2025, "Muon is Scalable for LLM Training"), so that one learning rate and
     one decay serve both.
     """
-    decay, hidden = decays(model), hidden_matrices(model) if config.optimizer == "muon" else []
+    rates, hidden = decay_rates(model, config), hidden_matrices(model) if config.optimizer == "muon" else []
     others = {n: p for n, p in model.named_parameters() if not any(p is h for h in hidden)}
     groups = [  # a tied weight once, under its first name
-        {"params": [p for n, p in others.items() if decay[n]], "weight_decay": config.weight_decay},
-        {"params": [p for n, p in others.items() if not decay[n]], "weight_decay": 0.0},
+        {"params": [p for n, p in others.items() if rates[n] == rate], "weight_decay": rate}
+        for rate in sorted(set(rates.values()), reverse=True)
     ]
     adamw = torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
     heeds = model.embed.weight.device.type != "mps"

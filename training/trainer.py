@@ -102,7 +102,7 @@ class Trainer:
         several, fsdp = self.runtime.world > 1, self.config.run.parallel == "fsdp"
         if several and fsdp:
             shard(self.model, self.runtime)
-        observed = Observed(self.model)
+        observed = Observed(self.model, self.config.optim.z_loss)
         if self.config.run.compile:
             observed.compile()
         return observed, replicate(observed, self.runtime) if several and not fsdp else observed
@@ -134,10 +134,10 @@ class Trainer:
         `held_step` is its index then, and `held` and `failed` are true. So it is, without `failed`, with the first
         step of a spike, until it is taken again as the `allowed_spike`.
         """
-        loss, squares, stream_squares = self.gradient(index, watch)
+        losses, squares, stream_squares = self.gradient(index, watch)
         norm = squares.sum().sqrt()
-        self.update(index, loss, norm, stream_squares)
-        metrics = {"train/loss": loss, "train/grad_norm": norm}
+        self.update(index, losses["train/loss"], norm, stream_squares)
+        metrics = losses | {"train/grad_norm": norm}
         if watch:
             metrics |= self.by_place(squares, stream_squares)
             metrics["train/lr"] = learning_rate(index, self.config.optim)
@@ -156,24 +156,27 @@ class Trainer:
         self.held_step.fill_(-1)
         self.held.fill_(False)
 
-    def gradient(self, index: int, watch: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(loss, squared gradient norm of every parameter, mean square of the stream at every depth if `watch`).
+    def gradient(self, index: int, watch: bool) -> tuple[dict[str, Tensor], Tensor, Tensor | None]:
+        """(losses by name, squared gradient norm of every parameter, mean square of the stream by depth if `watch`).
 
         The gradient itself, times the loss scale, is left in the parameters.
         """
         self.statistics_before = [b.clone() for b in self.statistics]
-        losses, squares = [], []
+        seen = []
         for micro_step in range(self.accumulation):
             self.seed(index, micro_step)
             tokens, targets = self.to_device(*self.batches.batch(index, self.rows(micro_step)))
             with synchronized(self.module, self.model, last=micro_step == self.accumulation - 1):
-                loss, square = self.module(tokens, targets, watch)
+                loss, *rest = self.module(tokens, targets, watch)
                 (loss * (self.scale.scale / self.accumulation)).backward()
-            losses.append(loss.detach())
-            squares.append(square)
-        loss = self.runtime.mean(torch.stack(losses).mean())
+            seen.append([loss.detach(), *rest])
+        losses, z_losses, squares = zip(*seen, strict=True)
+        found = {"train/loss": self.runtime.mean(torch.stack(losses).mean())}
+        if self.config.optim.z_loss:
+            found["train/z_loss"] = self.runtime.mean(torch.stack(z_losses).detach().mean())
+            found["train/loss"] = found["train/loss"] - found["train/z_loss"]
         gradient_squares = self.norms.squares([p.grad for p in self.norms.params]) / self.scale.scale**2
-        return loss, gradient_squares, self.runtime.mean(torch.stack(squares).mean(0)) if watch else None
+        return found, gradient_squares, self.runtime.mean(torch.stack(squares).mean(0)) if watch else None
 
     def update(self, index: int, loss: Tensor, norm: Tensor, stream_squares: Tensor | None) -> None:
         """Clips, unscales and applies the gradient; skipped on the device where the step is held."""

@@ -21,6 +21,7 @@ from configs import Config, OptimConfig, RunConfig
 from data import ensure_prepared, open_dataset
 from model import GPT, Linear, ModelConfig
 from tools.claims.claim import Check, Experiment, Row, at_least, at_most, control, figure
+from tools.palette import drawing, line_style
 from training.dynamics import fetch
 from training.metrics import depth_names
 from training.parallel import Runtime
@@ -102,26 +103,24 @@ Curve = tuple[str, Sequence, Sequence]  # label, x, y
 
 def panels(curves: dict[str, list[Curve]], size: tuple[float, float], ylabel: str, **settings) -> "Figure":
     """Plots side by side, by title. Curves of one label share a colour and an entry of the legend."""
-    from matplotlib.figure import Figure
+    with drawing():
+        from matplotlib.figure import Figure
 
-    picture = Figure(figsize=size, layout="constrained")
-    for axes, (title, own) in zip(picture.subplots(1, len(curves), sharey=True), curves.items(), strict=True):
-        labels = list(dict.fromkeys(label for label, _, _ in own))
-        shown: set[str] = set()
-        for label, x, y in own:
-            color = f"C{labels.index(label)}"
-            axes.plot(
-                x,
-                y,
-                color=color,
-                lw=1,
-                marker="." if 2 < len(x) < 40 else "",
-                label=None if label in shown else label,
-            )
-            shown.add(label)
-        axes.set(title=title, **settings)
-    picture.axes[0].set_ylabel(ylabel)
-    picture.axes[-1].legend(fontsize="small")
+        picture = Figure(figsize=size, layout="constrained")
+        for axes, (title, own) in zip(
+            picture.subplots(1, len(curves), sharey=True), curves.items(), strict=True
+        ):
+            labels = list(dict.fromkeys(label for label, _, _ in own))
+            shown: set[str] = set()
+            for label, x, y in own:
+                few = {"marker": "." if 2 < len(x) < 40 else ""}
+                name = None if label in shown else label
+                axes.plot(x, y, **line_style(labels.index(label)), **few, linewidth=1.2, label=name)
+                shown.add(label)
+            axes.set(title=title, **settings)
+        picture.axes[0].set_ylabel(ylabel)
+        handles, names = picture.axes[-1].get_legend_handles_labels()
+        picture.legend(handles, names, loc="outside lower center", ncols=6)
     return picture
 
 

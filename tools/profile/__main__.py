@@ -50,7 +50,7 @@ class Step(Measurement):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Switches(Measurement):
-    """The speed of every norm, placement and qk_norm relative to pre LayerNorm."""
+    """The speed of every norm, placement and other choice of the model relative to pre LayerNorm."""
 
     rounds: int = 10
     """Steps of each setting that are measured."""

@@ -22,6 +22,7 @@ import kernels
 from base.cli import UserError
 from configs import Config, replace
 from model import GPT, Norm
+from tools.palette import drawing, line_style
 from tools.profile.steps import Steps, matrix_rate, speeds, steps_of
 
 CLASSES = (
@@ -49,7 +50,11 @@ CPU_ATTENTION = {  # which PyTorch's counter does not know; backward has twice t
     FLASH: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
     FLASH_BACKWARD: lambda dy, q, k, v, *_, **__: 2 * sdpa_flop_count(q, k, v),
 }
-NORM_FLOPS = {"layernorm": 16, "rmsnorm": 12, "batchnorm": 16}  # operations per element, forward and backward
+NORM_FLOPS = {
+    "layernorm": 16,
+    "rmsnorm": 12,
+    "batchnorm": 16,
+}  # an element's, forward and backward; others count none
 
 
 @contextlib.contextmanager
@@ -164,13 +169,12 @@ def flops(steps: Steps) -> dict[str, int]:
 
 def norm_flops(model: GPT) -> int:
     """Operations per token of all norms, and of the residual adds, forward and backward."""
-    heads = {"q_norm": model.config.n_head, "k_norm": model.config.kv_heads}
-    elements = 0
-    for name, module in model.named_modules():
-        if isinstance(module, Norm):
-            times = heads.get(name.rpartition(".")[2], 1) if model.config.qk_norm == "head" else 1
-            elements += module.weight.numel() * times
-    return NORM_FLOPS[model.config.norm] * elements + 2 * len(model.joins) * model.config.n_embd
+    config = model.config
+    heads = {"q_norm": config.n_head, "k_norm": config.kv_heads, "v_norm": config.kv_heads}
+    widths = {name: count * config.head_width for name, count in heads.items()}
+    norms = [name for name, module in model.named_modules() if isinstance(module, Norm)]
+    elements = sum(widths.get(name.rpartition(".")[2], config.n_embd) for name in norms)
+    return NORM_FLOPS.get(config.norm, 0) * elements + 2 * len(model.joins) * config.n_embd
 
 
 def modes(config: Config, compiled: bool) -> dict[str, Steps]:
@@ -227,20 +231,19 @@ def table(found: dict[str, Any]) -> Iterator[str]:
 
 
 def draw(found: dict[str, Any], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     bars = {"FLOPs": found["flops_share"]} | {f"time, {n}": s for n, s in found["time_share"].items()}
-    figure, axes = plt.subplots(figsize=(8, 0.7 * len(bars) + 1.6), layout="constrained")
-    for i, name in enumerate(CLASSES):
-        widths = [shares.get(name, 0) for shares in bars.values()]
-        left = [sum(shares.get(n, 0) for n in CLASSES[:i]) for shares in bars.values()]
-        if any(widths):
-            axes.barh(list(bars), widths, left=left, label=name)
-    axes.invert_yaxis()
-    axes.set_xlabel("share of one training step")
-    axes.set_xlim(0, 1)
-    figure.legend(loc="outside lower center", ncols=3, frameon=False)
-    figure.savefig(path, dpi=150)
+    with drawing():
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(8, 0.7 * len(bars) + 1.6), layout="constrained")
+        axes = figure.subplots()
+        for i, name in enumerate(CLASSES):
+            widths = [shares.get(name, 0) for shares in bars.values()]
+            left = [sum(shares.get(n, 0) for n in CLASSES[:i]) for shares in bars.values()]
+            if any(widths):
+                axes.barh(list(bars), widths, left=left, label=name, color=line_style(i)["color"])
+        axes.invert_yaxis()
+        axes.set_xlabel("share of one training step")
+        axes.set_xlim(0, 1)
+        figure.legend(loc="outside lower center", ncols=3, frameon=False)
+        figure.savefig(path, dpi=150)

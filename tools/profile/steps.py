@@ -3,12 +3,15 @@
 import itertools
 import statistics
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
-from base.cli import UserError
+from base.cli import UserError, flags_from
 from base.timing import in_turn, relative, seconds
 from configs import Config, replace
+from kernels import KINDS
+from model import PLACEMENTS, SCALES, ModelConfig
 from training.setup import open_data, start
 from training.trainer import Trainer
 
@@ -18,8 +21,9 @@ MATRIX = {
     "mps": 4096,
     "cuda": 8192,
 }  # rows and columns of a product that keeps the whole device busy
-PRODUCTS = 4  # between two looks at the clock
+PRODUCTS = 2  # between two looks at the clock
 REFERENCE = "layernorm pre"
+ALONE = ("norm", "qk_norm", "v_norm", "gain", "embed_norm", "mlp", "pos", "bias", "tie_embeddings")
 
 
 class Steps:
@@ -61,14 +65,39 @@ def speeds(runs: dict[str, Steps], rounds: int, reference: str) -> dict[str, dic
     return {name: row | {"step_ms": 1e3 * statistics.median(times[name])} for name, row in table.items()}
 
 
+def settings(config: Config) -> dict[str, dict[str, Any]]:
+    """What each setting changes in the reference: norm and placement together, then every other choice by itself."""
+    found = {
+        f"{norm} {placement}": {"norm": norm, "placement": placement}
+        for norm, placement in itertools.product(KINDS, PLACEMENTS)
+    }
+    flags = {flag.name: flag for flag in flags_from(ModelConfig)}
+    for name in ALONE:
+        for value in flags[name].choices or (True, False):
+            words = f"{'' if value else 'no '}{name}" if isinstance(value, bool) else f"{name} {value}"
+            if value != getattr(config.model, name) and f"{value} pre" not in found:
+                found[words] = {name: value}
+    for scale, (_, suited) in SCALES.items():
+        placement = "pre" if "pre" in suited else next(iter(suited))
+        if scale != "one":
+            found[f"residual_scale {scale} in {placement}"] = {
+                "residual_scale": scale,
+                "placement": placement,
+            }
+    return found | {"logit_softcap 30": {"logit_softcap": 30.0}}
+
+
 def switches(config: Config, rounds: int) -> dict[str, dict[str, float]]:
-    """The speed of 2 norms x 4 placements x qk_norm off and head, relative to pre LayerNorm."""
-    runs = {}
-    choices = (("layernorm", "rmsnorm"), ("pre", "post", "output", "sandwich"), ("off", "head"))
-    for norm, placement, qk_norm in itertools.product(*choices):
-        name = f"{norm} {placement}" + (f" qk_norm {qk_norm}" if qk_norm != "off" else "")
-        changes = {"norm": norm, "placement": placement, "qk_norm": qk_norm}
-        runs[name] = steps_of(replace(config, "model", **changes))
+    """The speed of every choice of the model's relative to pre LayerNorm."""
+    plain = {
+        "norm": "layernorm",
+        "placement": "pre",
+        "qk_norm": "off",
+        "v_norm": False,
+        "residual_scale": "one",
+    }
+    config = replace(config, "model", **plain)
+    runs = {name: steps_of(replace(config, "model", **own)) for name, own in settings(config).items()}
     return speeds(runs, rounds, REFERENCE)
 
 
@@ -89,7 +118,7 @@ def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
         for _ in range(PRODUCTS):
             a @ a
 
-    return PRODUCTS * 2 * size**3 / min(seconds(products, wait) for _ in range(10))
+    return PRODUCTS * 2 * size**3 / min(seconds(products, wait) for _ in range(8))
 
 
 def check_rounds(rounds: int) -> None:

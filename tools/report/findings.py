@@ -11,9 +11,9 @@ import numpy as np
 from tools.report.runs import Run, Table, as_text, differences, recorded, repetitions
 from training.metrics import ODD_LOGIT, QUANTITIES, Quantity
 
-BUCKET = 50  # rows whose median a spike is compared with
-SPIKE = 10.0  # times that median
-LOSS_SPIKE = 1.0  # nats above it
+BUCKET = 20  # rows whose median a spike is compared with
+SPIKE = 10.0  # times what is usual there
+LOSS_SPIKE = 1.0  # nats above what is usual there
 APART = 3.0  # the factor between the runs' extremes from which the difference is told
 LIKEWISE = 2  # runs of which a sentence is written out
 OVERFITTED = 0.02  # nats that the validation loss has risen from its best
@@ -60,7 +60,8 @@ def endings(runs: Sequence[Run]) -> Iterator[str]:
     """Which runs have not come to their end, and why."""
     for run in runs:
         if run.state == "diverged":
-            yield f"{run.label}: {run.state_in_words}" + (f" ({run.report[0]})" if run.report else "") + "."
+            why = run.report[0].rpartition(": ")[2] if run.report else ""
+            yield f"{run.label}: {run.state_in_words}{why and f', {why}'}."
     for state in ("stopped", "running"):
         found = [f"{run.label} ({run.state_in_words})" for run in runs if run.state == state]
         if found:
@@ -185,14 +186,13 @@ def excursions(run: Run) -> Iterator[str]:
 def excursion(run: Run, quantity: Quantity, is_loss: bool) -> Iterator[tuple[float, str]]:
     """(how often the limit is exceeded, the words) where a quantity's highest excursion exceeds it."""
     table = run.table(quantity)
-    later = table.steps > run.warmup
-    steps, values = table.steps[later], table.values[later]
-    if len(steps) < BUCKET // 2 or not np.isfinite(values).any():
+    steps, values = table.steps, table.values
+    if not np.isfinite(values).any():
         return
-    usual = local_median(values)
+    usual = usual_values(values)
     with np.errstate(divide="ignore", invalid="ignore"):
         excess = (values - usual) / LOSS_SPIKE if is_loss else values / usual / SPIKE
-    excess[~np.isfinite(excess)] = 0
+    excess[~np.isfinite(excess) | (steps <= run.warmup)[:, None]] = 0
     row, column = np.unravel_index(np.argmax(excess), excess.shape)
     if excess[row, column] > 1:
         place = table.places[column].text
@@ -203,10 +203,17 @@ def excursion(run: Run, quantity: Quantity, is_loss: bool) -> Iterator[tuple[flo
         )
 
 
-def local_median(values: np.ndarray) -> np.ndarray:
-    """For each row of [rows, places] the median of its bucket of BUCKET rows."""
+def usual_values(values: np.ndarray) -> np.ndarray:
+    """For each row of [rows, places] the largest of the medians of its bucket of BUCKET rows and of the two beside it.
+
+    So a steady fall, as of the loss at the beginning, is no excursion. The first bucket has nothing before it: inf.
+    """
     pieces = np.array_split(values, max(len(values) // BUCKET, 1))
-    return np.concatenate([np.broadcast_to(median(piece), piece.shape) for piece in pieces])
+    medians = np.array([median(piece) for piece in pieces])
+    before = np.concatenate([np.full_like(medians[:1], np.inf), medians[:-1]])
+    after = np.concatenate([medians[1:], medians[-1:]])
+    usual = np.fmax(np.fmax(before, medians), after)
+    return np.repeat(usual, [len(piece) for piece in pieces], axis=0)
 
 
 def median(values: np.ndarray) -> np.ndarray:

@@ -115,7 +115,7 @@ function layout(changes) {
   return {
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", showlegend: false, hovermode: "closest",
     font: { family: "system-ui, sans-serif", size: 12, color: ink }, uirevision: state.resets,
-    margin: { l: 62, r: 12, t: 8, b: 38 }, hoverlabel: { namelength: -1 },
+    margin: { l: 58, r: 12, t: 18, b: 38 }, hoverlabel: { namelength: -1 },
     ...changes,
     xaxis: { ...axis, ...changes.xaxis }, yaxis: { ...axis, hoverformat: ".5g", ...changes.yaxis },
   };
@@ -247,17 +247,23 @@ function extent(numbers) {
   return [low, high];
 }
 
-// Logarithmic where the quantity is and the numbers span enough; never so narrow that noise looks like a jump.
-function yaxis(q, traces) {
-  const [low, high] = extent(traces.flatMap((trace) => trace.y));
-  const unit = (log) => ({ title: { text: [q.unit, log && "log"].filter(Boolean).join(", ") } });
-  if (q.log && low > 0 && Math.log10(high / low) >= 0.5) {
-    const { tickvals, ticktext } = ticks(Math.log10(low), Math.log10(high));
-    return { type: "log", autorange: true, tickvals: tickvals.map((v) => 10 ** v), ticktext, ...unit(true) };
-  }
-  const least = 0.05 * Math.max(Math.abs(low), Math.abs(high)), middle = (low + high) / 2;
-  if (!(high - low < least) || !least) return { type: "linear", autorange: true, ...unit(false) };
-  return { type: "linear", range: [middle - least / 2, middle + least / 2], ...unit(false) };
+// Logarithmic where the quantity is and the numbers span enough; never so narrow that noise looks like a jump; and of
+// the runs that have not diverged, where there are such.
+function axes(q, traces, xaxis) {
+  const calm = traces.filter((trace) => !shown().find((run) => run.label === trace.meta && run.state === "diverged"));
+  const cut = calm.length < traces.length && calm.some((trace) => trace.meta);
+  const [low, high] = extent((cut ? calm : traces).flatMap((trace) => trace.y));
+  const log = q.log && low > 0 && Math.log10(high / low) >= 0.5;
+  const [bottom, top] = log ? [Math.log10(low), Math.log10(high)] : [low, high];
+  const least = 0.05 * Math.max(Math.abs(low), Math.abs(high)), middle = (low + high) / 2, room = 0.05 * (top - bottom);
+  const narrow = !log && high - low < least;
+  const range = narrow ? { range: [middle - least / 2, middle + least / 2] } : cut ? { range: [bottom - room, top + room] } : { autorange: true };
+  const { tickvals, ticktext } = log ? ticks(bottom, top) : {};
+  const words = { text: [q.unit, log && "log"].filter(Boolean).join(", "), xref: "paper", yref: "paper", x: 0, y: 1 };
+  return {
+    xaxis, yaxis: { type: log ? "log" : "linear", ...range, ...(log && { tickvals: tickvals.map((v) => 10 ** v), ticktext }) },
+    annotations: [{ ...words, showarrow: false, xanchor: "right", yanchor: "bottom", font: { size: 11 } }],
+  };
 }
 
 // Ticks of a logarithmic scale from the decimal logarithms of its ends, written as plain numbers.
@@ -407,7 +413,7 @@ function drawCurves() {
       const all = [...traces, ...references(q.id, traces)];
       const ends = shown().filter((run) => run.curves[q.id]);
       const words = ends.map((run) => `${run.name} ${number(last(run.curves[q.id].values))}`).join(", ");
-      return [all, { xaxis: timeAxis(`curve-${q.id}`), yaxis: yaxis(q, all) }, ends.length < 5 && words ? `last: ${words}` : ""];
+      return [all, axes(q, all, timeAxis(`curve-${q.id}`)), ends.length < 5 && words ? `last: ${words}` : ""];
     });
   }
 }
@@ -432,9 +438,9 @@ function drawProfiles() {
       const layers = Math.max(...having(q.id).map((run) => run.layers), 1);
       const every = Math.ceil(layers / 6), ends = Array.from({ length: layers }, (_, i) => i).filter((i) => i % every === 0);
       const names = { tickvals: ends.map((i) => i + 0.5), ticktext: ends.map((i) => `${i} attn`), title: { text: "layer" } };
-      const others = [...new Set(having(q.id).map((run) => run.tables[q.id].steps[rowAt(run.tables[q.id], state.step)]))]
-        .filter((step) => step !== state.step);
-      return [all, { xaxis: names, yaxis: yaxis(q, all) }, others.length ? `as recorded at step ${others.map(number).join(", ")}` : ""];
+      const old = having(q.id).map((run) => [run.name, run.tables[q.id].steps[rowAt(run.tables[q.id], state.step)]])
+        .filter(([, step]) => step !== state.step).slice(0, 3).map(([name, step]) => `${name} as of step ${number(step)}`);
+      return [all, axes(q, all, names), old.join(", ")];
     });
   }
 }
@@ -522,7 +528,7 @@ function drawTimes() {
       const ends = having(q.id).map((run) => ({ run, table: run.tables[q.id], rows: summary(q, run.tables[q.id]) }));
       const traces = ends.flatMap((end) => timeTraces(q, end));
       const all = [...traces, ...references(q.id, traces)];
-      return [all, { xaxis: timeAxis(id), yaxis: yaxis(q, all) }, extremeOf(q, ends)];
+      return [all, axes(q, all, timeAxis(id)), extremeOf(q, ends)];
     });
   }
 }
@@ -566,8 +572,8 @@ function drawTable() {
   const best = extent(data.runs.filter((run) => run.state !== "diverged").map((run) => run.cells["val loss"]))[0];
   const rows = data.runs.map((run) => ({ run, cells: {
     run: run.label, state: run.stateText, "val loss": run.cells["val loss"],
-    "to the best": run.cells["val loss"] === null ? null : signed(run.cells["val loss"] - best),
-    ...run.settings, ...run.cells,
+    "to the best": run.cells["val loss"] === null || run.state === "diverged" ? null : signed(run.cells["val loss"] - best),
+    ...Object.fromEntries(data.fields.map((field) => [field, run.settings[field]])), ...run.cells,
   } }));
   const names = Object.keys(rows[0].cells), sign = state.falling ? -1 : 1;
   const order = ({ run, cells }) => [state.sort === "val loss" && run.state === "diverged" ? 1 : 0, cells[state.sort]];
@@ -599,7 +605,7 @@ function drawIdentity() {
   $("identity").replaceChildren(...[["", ...data.runs.map((run) => run.label)], ...names.map(
     (name) => [name, ...data.runs.map((run) => run.identity[name] ?? "unknown")],
   )].map((cells) => {
-    const row = make("tr", "", { className: data.fields.includes(cells[0]) ? "differs" : "" });
+    const row = make("tr", "", { className: data.differing.includes(cells[0]) ? "differs" : "" });
     row.append(...cells.map((text) => make("td", text, { title: text })));
     return row;
   }));
@@ -699,7 +705,8 @@ function makeSteps() {
 
 // From new data, with what was chosen kept.
 function start() {
-  $("summary").textContent = data.runs.length > 1 ? `${data.runs.length} runs; press one to hide it, twice to see it alone` : "";
+  const press = `${data.runs.length} runs; press one to hide it, twice to see it alone`;
+  $("summary").textContent = [...(data.runs.length > 1 ? [press] : []), data.common].join("; ");
   const list = data.findings.map((text) => make("li", text));
   $("findings").replaceChildren(...list.slice(0, 6));
   $("more-findings").replaceChildren(...list.slice(6));

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,10 @@ STEPS = (40, 60, 80, 120, 160, 200, 250)  # of a table, which has the same of a 
 GAP = Quantity("gap", "run", "linear", "high", "Validation minus training loss", "nats",
                "training: mean of the five rows before the evaluation")  # fmt: skip
 MAIN = ("train_grad_norm", "train_lr", "perf_tokens_per_s", "gap")  # the curves beside the loss
+COMMON = {
+    **{"norm": "{}", "placement": "{}", "n_layer": "{} layers", "n_embd": "{} wide", "n_head": "{} heads"},
+    **{"block_size": "{} tokens of context", "optimizer": "{}", "lr": "lr {}", "dataset": "on {}"},
+}
 LOSSES = ("train_loss", "val_loss")
 
 
@@ -76,7 +80,9 @@ def page_data(runs: Sequence[Run]) -> dict[str, Any]:
         "tables": [describe(q) for q in tables],
         "findings": findings(runs),
         "thinned": thinned(runs, points, limit),
-        "fields": list(fields),
+        "common": in_common(runs, fields),
+        "differing": list(fields),
+        "fields": [name for name in fields if name == "seed" or name not in runs[0].config["run"]],
         "runs": [
             run_data(run, curves, tables, points, limit)
             | {"group": next(i for i, group in enumerate(groups) if run in group)}
@@ -84,6 +90,16 @@ def page_data(runs: Sequence[Run]) -> dict[str, Any]:
             for i, run in enumerate(runs)
         ],
     }
+
+
+def in_common(runs: Sequence[Run], fields: Collection[str]) -> str:
+    """What all runs are, in words: `layernorm, pre, 8 layers, ...`."""
+    parts = []
+    for name, words in COMMON.items():
+        values = {as_text(run.settings.get(name)) for run in runs}
+        if name not in fields and len(values) == 1:
+            parts.append(words.format(*values))
+    return ", ".join(parts)
 
 
 def chart_id(quantity: Quantity) -> str:

@@ -6,7 +6,7 @@ import time
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,18 @@ from typing import Any
 import numpy as np
 
 from base.cli import UserError, did_you_mean
-from configs import SECTIONS, Config
 from tools.report.columns import Columns
 from training.metrics import BOOKKEEPING, QUANTITIES, Place, Quantity, parse
 
 STATES = ("running", "done", "stopped", "diverged")
 SILENT_MINUTES = 10  # without a new row, after which a run that says it is running may have been killed
 UNKNOWN = "unknown"
+SECTIONS = ("model", "data", "optim", "run")  # of config.toml
+NEEDED = {  # fields that the report reads
+    *(("model", name) for name in ("n_layer", "block_size", "vocab_size", "n_embd", "n_head", "qk_norm")),
+    *(("optim", name) for name in ("max_iters", "batch_size", "warmup_iters", "grad_clip")),
+    ("run", "seed"),
+}
 NAMES = ("run_name", "out_dir", "seed")  # settings that tell repetitions of one experiment apart
 
 
@@ -227,7 +232,7 @@ def load_runs(
     for mistake in mistakes:
         skip(str(mistake))
     names = labels([folder for folder, *_ in loaded.values()])
-    return [Run(label, *run) for label, run in zip(names, loaded.values(), strict=True)]
+    return completed([Run(label, *run) for label, run in zip(names, loaded.values(), strict=True)])
 
 
 def load(folder: Path, known: dict[Path, Columns]) -> tuple[dict, dict, Columns]:
@@ -245,7 +250,7 @@ def load(folder: Path, known: dict[Path, Columns]) -> tuple[dict, dict, Columns]
         raise
     except (OSError, ValueError, RecursionError, OverflowError) as e:  # ValueError: of UTF-8, JSON and TOML
         raise UserError(f"{folder} cannot be read: {e}") from None
-    return complete(config, folder / "config.toml"), read_facts(folder / "run.json"), columns
+    return check_config(config, folder / "config.toml"), read_facts(folder / "run.json"), columns
 
 
 def read_facts(file: Path) -> dict[str, Any]:
@@ -257,9 +262,9 @@ def read_facts(file: Path) -> dict[str, Any]:
     return facts if isinstance(facts, dict) else {}
 
 
-def complete(config: dict[str, Any], file: Path) -> dict[str, dict[str, Any]]:
-    """A run's configuration with the defaults of fields that are newer than it. Raises UserError for another file."""
-    tables = {name: config.get(name, {}) for name in SECTIONS if name != "start"}
+def check_config(config: dict[str, Any], file: Path) -> dict[str, dict[str, Any]]:
+    """The tables of a run's configuration. Raises UserError for those of another file."""
+    tables = {name: config.get(name, {}) for name in SECTIONS}
     for name, table in tables.items():
         if not isinstance(table, dict):
             raise UserError(f"{file} is not a run's: {name} is {table!r}, but it is a table")
@@ -268,7 +273,21 @@ def complete(config: dict[str, Any], file: Path) -> dict[str, dict[str, Any]]:
         if type(value) is not int or value < 1:
             what = f"is {value!r}" if name in tables[table] else "is missing"
             raise UserError(f"{file} is not a run's: {name} under [{table}] {what}")
-    return {name: asdict(getattr(Config(), name)) | table for name, table in tables.items()}
+    return tables
+
+
+def completed(runs: list[Run]) -> list[Run]:
+    """The runs with today's defaults for fields that are newer than a run, where they do not all have the same."""
+    fields = [{(table, name) for table, values in run.config.items() for name in values} for run in runs]
+    if all(own >= NEEDED and own == fields[0] for own in fields):
+        return runs
+    from configs import Config  # which imports torch: seconds that runs of the same age need not wait for
+
+    defaults = {name: asdict(getattr(Config(), name)) for name in SECTIONS}
+    return [
+        replace(run, config={name: values | run.config[name] for name, values in defaults.items()})
+        for run in runs
+    ]
 
 
 def labels(folders: list[Path]) -> list[str]:

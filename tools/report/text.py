@@ -26,6 +26,3 @@ def first_and_last(run: Run) -> tuple[dict[str, float | None], dict[str, float |
         values = [None if v != v else v for v in run.series(name)[1].tolist()]
         first[name], last[name] = values[0], values[-1]
     return first, last
-
-
-depth_table = summary  # for train.py, until it takes that of training.metrics

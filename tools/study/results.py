@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from base.files import atomic_file
+from tools.palette import drawing, line_style
 
 Cells = list[dict[str, Any]]
 
@@ -112,23 +113,28 @@ def label(key: tuple) -> str:
 
 
 def draw(cells: Cells, path: Path) -> None:
-    """Left, the mean curve of every setting at its best learning rate; right, its seeds' final losses."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
+    """Left, the mean curve of every setting at its best learning rate; right, its seeds' final losses, best first."""
     best = {k: g for k, g in best_rates(cells).items() if math.isfinite(mean_and_spread(g)[0])}
-    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 0.3 * len(best) + 3), layout="constrained")
-    colors = plt.get_cmap("viridis")([i / max(len(best) - 1, 1) for i in range(len(best))])
-    for y, (group, color) in enumerate(zip(best.values(), colors, strict=True)):
-        steps = [step for step, _ in group[0]["curve"]]
-        mean = [statistics.mean(c["curve"][i][1] for c in group) for i in range(len(steps))]
-        left.plot(steps, mean, color=color)
-        right.plot([c["val_loss"] for c in group], [y] * len(group), "o", color=color, alpha=0.6)
-    left.set(xlabel="step", ylabel="validation loss, mean over seeds")
-    right.set(xlabel="final validation loss of each seed", yticks=range(len(best)))
-    right.set_yticklabels([label(k) for k in best], fontsize=8)
-    right.invert_yaxis()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    with drawing():
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(13, 0.3 * len(best) + 3), layout="constrained")
+        left, right = figure.subplots(1, 2)
+        order = sorted(best, key=lambda key: mean_and_spread(best[key])[0])
+        later = []  # losses after the first evaluation, which is that of no training
+        for y, group in enumerate(best[key] for key in order):
+            steps = [step for step, _ in group[0]["curve"]]
+            curve = [statistics.mean(c["curve"][i][1] for c in group) for i in range(len(steps))]
+            left.plot(steps, curve, **line_style(y))
+            later += curve[1:]
+            mean, spread = mean_and_spread(group)
+            right.plot([mean - spread, mean + spread], [y, y], **line_style(y))
+            losses = [c["val_loss"] for c in group]
+            right.plot(losses, [y] * len(group), "o", color=line_style(y)["color"], alpha=0.6)
+        if len(set(later)) > 1:
+            left.set_ylim(min(later) - 0.05, max(later) + 0.05)
+        left.set(xlabel="step", ylabel="validation loss, nats, mean over seeds")
+        right.set(xlabel="final validation loss: each seed, and mean ± standard deviation")
+        right.set_yticks(range(len(best)), [label(key) for key in order], fontsize=8)
+        right.invert_yaxis()
+        figure.savefig(path, dpi=110)
