@@ -8,7 +8,8 @@ import torch
 from model import GPT, Linear
 from training.trainer import Trainer
 
-# Dense bfloat16 FLOP/s (T4, V100: float16), float32 accumulation; the vendors' data sheets. The first name that fits counts.
+# Dense bfloat16 FLOP/s (T4, V100: float16) with float32 accumulation, from the vendors' data sheets. The first
+# name that fits counts.
 PEAK_FLOPS = {
     "GB300": 2500e12,
     "GB200": 2500e12,
