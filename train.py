@@ -26,7 +26,7 @@ import torch
 import kernels
 from base import cli
 from base.cli import UserError
-from configs import Config, load_config
+from configs import Config, give_back_name, load_config
 from data import Dataset
 from model import PLACEMENTS
 from training.clock import Clock, flops_per_token, peak_rate
@@ -46,7 +46,7 @@ WITHOUT_WAIT = "cpu"  # the device whose numbers are there as soon as a step ret
 
 def main(argv: Sequence[str]) -> None:
     """Raises UserError, or ends the process with one of the exit codes that training/run.py lists."""
-    runtime = None
+    config = runtime = None
     try:
         if not argv:
             raise UserError(
@@ -62,6 +62,8 @@ def main(argv: Sequence[str]) -> None:
         else:
             train(config, runtime, ["train.py", *argv])
     except UserError:
+        if config:
+            give_back_name(config)
         if runtime is None and not is_local_main():
             exit_quietly()  # the first process of this machine has found the same
         raise

@@ -7,6 +7,7 @@ flag (`--n-layer`). A mistake in either raises UserError, whose message is one s
 place, what is wrong and what is allowed.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -275,6 +276,12 @@ def claimed_name(out_dir: Path, stem: str) -> str:
         except OSError:  # the run itself will say what is wrong
             pass
         return name
+
+
+def give_back_name(config: Config) -> None:
+    """Removes the folder of a run that has not begun, such as a claimed one, if nothing is in it."""
+    with contextlib.suppress(OSError):
+        Path(config.run.out_dir, config.run.run_name).rmdir()
 
 
 def replace(config: Config, section: str, **changes: Any) -> Config:
