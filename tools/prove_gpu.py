@@ -38,6 +38,7 @@ from base.timing import relative
 from configs import load_config, replace
 from tools.against_nanogpt import compete, load_nanogpt, peer_steps, summary, with_data
 from tools.claims.claim import Check, at_least, at_most, equal, figure
+from tools.claims.page import cell
 from tools.profile.steps import matrix_rate, steps_of
 from training.clock import peak_flops
 from training.probe import Probe
@@ -122,7 +123,8 @@ def bench(asked: Options) -> Iterator[Check]:
     report = json.loads(file.read_text(encoding="utf-8"))
     ours: dict[str, float] = {}
     for row in report["results"]:
-        what = " ".join(str(row.get(part)) for part in ("call", "kind", "stream", "rows", "D", "direction"))
+        parts = ("call", "kind", "stream", "rows", "D", "direction")
+        what = " ".join(str(row[part]) for part in parts if part in row)
         if "problem" in row:
             yield equal(f"{what}: {row['contender']}", row["problem"], "")
         elif row["contender"] == "ours":
@@ -317,10 +319,9 @@ def table(found: dict[str, tuple[str, list[Check]]]) -> str:
     lines = ["| stage | | expected | came | |", "|---|---|---|---|---|"]
     for name, (ended, checks) in found.items():
         lines.append(f"| **{name}** | | | {ended} | |")
-        lines += [
-            f"| | {c.what} | {c.expected} | {c.measured} | {'' if c.holds else '**not so**'} |"
-            for c in checks
-        ]
+        for check in checks:
+            texts = (cell(text) for text in (check.what, check.expected, check.measured))
+            lines.append(f"| | {' | '.join(texts)} | {'' if check.holds else '**not so**'} |")
     return "\n".join(lines)
 
 
