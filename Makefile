@@ -3,11 +3,12 @@ PYTHON ?= python3
 PY := .venv/bin/python
 RUNS ?= $(patsubst %/metrics.jsonl,%,$(wildcard out/*/metrics.jsonl))
 
-.PHONY: help setup train test lint report bench claims
+.PHONY: help setup train test lowest lint report bench claims
 
 help:
 	@echo "make train   train configs/quickstart.toml; ARGS=\"--norm rmsnorm\" passes flags on"
 	@echo "make test    the tests; ARGS='-m \"slow or browser\"' runs the long ones"
+	@echo "make lowest  tests with the lowest versions that pyproject.toml allows"
 	@echo "make report  report.html of the runs in out/, or RUNS=\"out/a out/b\""
 	@echo "make bench   the kernels against eager and compiled PyTorch"
 	@echo "make claims  every claim about normalization, checked"
@@ -18,6 +19,8 @@ train: .venv/run
 	$(PY) train.py configs/quickstart.toml --run-name auto $(ARGS)
 test: .venv/dev
 	$(PY) -m pytest -n auto --dist loadfile $(ARGS)
+lowest: .venv/dev
+	$(PY) tests/lowest.py $(ARGS)
 lint: .venv/dev
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .

@@ -573,7 +573,7 @@ class GPT(nn.Module):
         return logits, None if targets is None else cross_entropy(logits.flatten(0, 1), targets.flatten())[0]
 
     def loss(self, tokens: Tensor, targets: Tensor, watch: Callable = unwatched, z_loss: float = 0.0):
-        """(the loss of `forward` + z_loss * mean logsumexp^2, the second term alone), without all logits in memory."""
+        """(the loss of `forward` + z_loss * mean logsumexp^2, the second alone or None), without all logits at once."""
         h, head = self.read(tokens, watch).flatten(0, 1), self.head
         how = {"softcap": self.softcap, "z_loss": z_loss}
         return linear_cross_entropy(h, head.weight, head.bias, targets.flatten(), **how)

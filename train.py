@@ -24,10 +24,11 @@ from typing import Any
 import torch
 
 import kernels
+from base import cli
 from base.cli import UserError
-from base.output import forgive_output
-from configs import Config, load_config, user_error
+from configs import Config, load_config
 from data import Dataset
+from model import PLACEMENTS
 from training.clock import Clock, flops_per_token, peak_rate
 from training.divergence import EXIT_CODE, Diverged, Guard, replay
 from training.dynamics import fetch
@@ -44,7 +45,7 @@ WITHOUT_WAIT = "cpu"  # the device whose numbers are there as soon as a step ret
 
 
 def main(argv: Sequence[str]) -> None:
-    """Ends the process with one of the exit codes that training/run.py lists."""
+    """Raises UserError, or ends the process with one of the exit codes that training/run.py lists."""
     runtime = None
     try:
         if not argv:
@@ -60,19 +61,19 @@ def main(argv: Sequence[str]) -> None:
             replay(config, runtime)
         else:
             train(config, runtime, ["train.py", *argv])
-    except UserError as e:
+    except UserError:
         if runtime is None and not is_local_main():
             exit_quietly()  # the first process of this machine has found the same
-        user_error(str(e))
+        raise
     except Diverged as e:
         print(f"\n{e}", file=sys.stderr)
         raise SystemExit(EXIT_CODE) from None
     except (MemoryError, RuntimeError) as e:
         if out_of_memory(e):
-            user_error(
+            raise UserError(
                 "there is not enough memory for this model and batch; a smaller --micro-batch-size takes less, and so "
                 "does --activation-checkpointing"
-            )
+            ) from None
         if not lost_peer(e):
             raise
         print("a process leaves, because another one of this run has ended before its time", file=sys.stderr)
@@ -152,7 +153,7 @@ def loop(run: Run, tracker: Tracker | None, request: StopRequest) -> None:
     """
     trainer, progress = run.trainer, run.progress
     intervals, optim = trainer.config.run, trainer.config.optim
-    probe = Probe(trainer.model, trainer.windows, trainer.norms)
+    probe = Probe(trainer.model, trainer.windows, trainer.norms, trainer.micro_batch)
     guard = Guard(trainer, run)
 
     def due(step: int, interval: int) -> bool:
@@ -230,11 +231,11 @@ def describe(trainer: Trainer, dataset: Dataset, tell) -> None:
     )
     if model.dtype == "bfloat16" and multiplies_bfloat16(runtime.device):
         tell("       this processor multiplies bfloat16 faster than float32; --dtype float32 rounds less")
-    if model.placement == "post" and not optim.warmup_iters:
+    if any("post" in PLACEMENTS[name] for name in model.placements) and not optim.warmup_iters:
         tell("warning: post-norm without a warm-up often fails to train; --warmup-iters gives it one")
     if optim.norm_decay:
-        pulled = 1 if model.gain == "zero_centred" else 0
-        tell(f"warning: norm_decay pulls every gain to {pulled}; --gain zero_centred and one differ in this")
+        pulled = "1" if model.gain == "zero_centred" else "0; with --gain zero_centred it pulls them to 1"
+        tell(f"warning: norm_decay pulls all gains to {pulled}")
     if model.norm == "batchnorm":
         tell(
             "warning: batchnorm leaks: in training, every prediction sees later tokens and other sequences through the "
@@ -315,13 +316,9 @@ def keep_caches_in(out_dir: Path) -> None:
 
 
 if __name__ == "__main__":
-    forgive_output()
-    exit_code = 0
     try:
-        main(sys.argv[1:])
+        cli.run(main, result_is_printed=False)
     except SystemExit as e:
-        if "WORLD_SIZE" not in os.environ:
-            raise
-        exit_code = e.code or 0
-    if "WORLD_SIZE" in os.environ:
-        exit_now(exit_code)
+        if "WORLD_SIZE" in os.environ:
+            exit_now(e.code or 0)
+        raise

@@ -34,6 +34,7 @@ STRICT = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 HELP = ("-h", "--help")
 TRUTH_VALUES = ("true", "false", "yes", "no", "on", "off", "1", "0")  # which a flag does not take
+VALUES = {int: "INT", float: "FLOAT", bool: ""}  # in --help
 ALLOWED = {  # by the beginning of pydantic's name for a mistake
     "int": "a whole number, such as 1000",
     "float": "a number, such as 0.001",
@@ -99,8 +100,8 @@ class Flag:
     """A field of a pydantic dataclass as the command line shows it."""
 
     name: str
-    kind: Any
-    """Its type, without None and Annotated."""
+    kinds: tuple[Any, ...]
+    """Its types, without None."""
     nullable: bool
     default: Any
     required: bool
@@ -116,15 +117,20 @@ class Flag:
         return self.spelled.replace("--", "--no-", 1)
 
     @property
+    def kind(self) -> Any:
+        return unannotated(self.kinds[0])
+
+    @property
     def is_list(self) -> bool:
         return typing.get_origin(self.kind) in (tuple, list)
 
-    @property
-    def choices(self) -> list[str]:
-        if typing.get_origin(self.kind) is Literal:
-            return list(typing.get_args(self.kind))
-        checks = [m.func for m in self.metadata if isinstance(m, AfterValidator)]
-        return [name for check in checks if isinstance(check, OneOf) for name in check.names]
+    def word(self, kind: Any) -> str:
+        """What stands for a value of this type."""
+        checks = [m.func for m in (*self.metadata, *metadata_of(kind)) if isinstance(m, AfterValidator)]
+        names = [name for check in checks if isinstance(check, OneOf) for name in check.names]
+        if typing.get_origin(unannotated(kind)) is Literal:
+            names = typing.get_args(unannotated(kind))
+        return "{" + ",".join(names) + "}" if names else VALUES.get(unannotated(kind), self.name.upper())
 
     @property
     def spellings(self) -> list[str]:
@@ -134,10 +140,10 @@ class Flag:
 
     @property
     def metavar(self) -> str:
-        names = {int: "INT", float: "FLOAT", bool: ""}
-        kind = unannotated(typing.get_args(self.kind)[0]) if self.is_list else self.kind
-        word = "{" + ",".join(self.choices) + "}" if self.choices else names.get(kind, self.name.upper())
-        return f"{word} [{word} ...]" if self.is_list else word
+        if self.is_list:
+            word = self.word(typing.get_args(self.kind)[0])
+            return f"{word} [{word} ...]"
+        return "|".join(map(self.word, self.kinds))
 
     @property
     def row(self) -> tuple[str, str]:
@@ -154,13 +160,12 @@ def flags_from(cls: type, defaults: Any = None) -> list[Flag]:
     flags = []
     for name, field in cls.__pydantic_fields__.items():
         kinds = typing.get_args(field.annotation) if is_union(field.annotation) else (field.annotation,)
-        given = [unannotated(kind) for kind in kinds if kind is not types.NoneType]
+        given = tuple(kind for kind in kinds if kind is not types.NoneType)
         required = field.is_required() and defaults is None
         default = getattr(defaults, name, None) if defaults else field.get_default(call_default_factory=True)
         about = " ".join(description(cls, name).split())
-        flags.append(
-            Flag(name, given[0], len(given) < len(kinds), default, required, about, tuple(field.metadata))
-        )
+        nullable, metadata = len(given) < len(kinds), tuple(field.metadata)
+        flags.append(Flag(name, given, nullable, default, required, about, metadata))
     return flags
 
 
@@ -174,6 +179,10 @@ def description(cls: type, name: str) -> str:
 
 def unannotated(kind: Any) -> Any:
     return typing.get_args(kind)[0] if typing.get_origin(kind) is Annotated else kind
+
+
+def metadata_of(kind: Any) -> tuple:
+    return kind.__metadata__ if typing.get_origin(kind) is Annotated else ()
 
 
 def is_union(annotation: Any) -> bool:
@@ -290,7 +299,7 @@ def taken(flag: Flag, words: list[str]) -> Any:
     if flag.is_list:
         return words
     [word] = words
-    if flag.kind is float and underflows(word):
+    if float in map(unannotated, flag.kinds) and underflows(word):
         raise UserError(f"{flag.spelled} is {word}, which is too small for a number and would be taken as 0")
     return None if flag.nullable and word == "None" else word
 

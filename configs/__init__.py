@@ -12,7 +12,6 @@ import itertools
 import json
 import os
 import re
-import sys
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -225,7 +224,8 @@ def load_config(argv: Sequence[str], prog: str = "python train.py") -> Config:
     if name == "auto":
         if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
             raise UserError("--run-name auto: a restart by torchrun could not find its run; give it a name")
-        name = free_name(Path(config.run.out_dir), stem)
+        config = replace(config, "run", run_name=stem)
+        name = claimed_name(Path(config.run.out_dir), stem)
     return replace(config, "run", run_name=name or stem)
 
 
@@ -261,10 +261,20 @@ def at_its_place(config: Config, file: Path) -> Config:
     return replace(config, "run", out_dir=str(folder.parent), run_name=folder.name)
 
 
-def free_name(out_dir: Path, stem: str) -> str:
-    """`stem`, or the first of stem-2, stem-3, ... that no folder in `out_dir` has."""
-    names = itertools.chain([stem], (f"{stem}-{n}" for n in itertools.count(2)))
-    return next(name for name in names if not (out_dir / name).exists())
+def claimed_name(out_dir: Path, stem: str) -> str:
+    """`stem`, or the first of stem-2, stem-3, ... whose folder can be made here, so that nobody else takes it.
+
+    Only the first of several processes makes it; the others write nothing.
+    """
+    for name in itertools.chain([stem], (f"{stem}-{n}" for n in itertools.count(2))):
+        try:
+            if os.environ.get("RANK", "0") == "0":
+                (out_dir / name).mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError:  # the run itself will say what is wrong
+            pass
+        return name
 
 
 def replace(config: Config, section: str, **changes: Any) -> Config:
@@ -379,9 +389,3 @@ def toml_value(value: Any) -> str:
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return repr(value)
-
-
-def user_error(message: str) -> None:
-    """Tell a user's mistake in one sentence and end with the exit code that means so."""
-    print(f"error: {message}", file=sys.stderr)
-    raise SystemExit(2)

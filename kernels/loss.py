@@ -20,14 +20,14 @@ LOGITS = 2**26  # float32 logits at once: 256 MiB
 MULTIPLE = 128  # of rows in a piece, for the matrix products
 
 
-def cross_entropy(logits: Tensor, targets: Tensor, z_loss: float = 0.0) -> tuple[Tensor, Tensor]:
+def cross_entropy(logits: Tensor, targets: Tensor, z_loss: float = 0.0) -> tuple[Tensor, Tensor | None]:
     """(mean of cross-entropy + z_loss * logsumexp^2, the mean of the second alone), over targets that are not -1.
 
-    logits [N, V] in float32 or float64, targets [N] int64; nats. The second result has no gradient.
+    logits [N, V] in float32 or float64, targets [N] int64; nats. The second has no gradient; for z_loss 0 it is None.
     """
     loss = F.cross_entropy(logits, targets, ignore_index=-1)
     if not z_loss:
-        return loss, torch.zeros_like(loss)
+        return loss, None
     squares = torch.where(targets == -1, 0.0, logits.logsumexp(-1).square())
     z = z_loss * squares.sum() / (targets != -1).sum()
     return loss + z, z.detach()
@@ -46,7 +46,7 @@ def linear_cross_entropy(
     *,
     softcap: float = 0.0,
     z_loss: float = 0.0,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """`cross_entropy` of the logits h W^T + bias, soft-capped, with LOGITS of them in memory at once.
 
     h [N, D], weight [V, D], bias [V] or None, targets [N] int64. The products are in h's dtype, sums in float32 at
@@ -57,7 +57,8 @@ def linear_cross_entropy(
         bias = None if bias is None else bias.to(h.dtype)
         logits = softcapped(promote(F.linear(h, weight.to(h.dtype), bias)), softcap)
         return cross_entropy(logits, targets, z_loss)
-    return InPieces.apply(h, weight, bias, targets, softcap, z_loss, rows, torch.is_grad_enabled())
+    loss, z = InPieces.apply(h, weight, bias, targets, softcap, z_loss, rows, torch.is_grad_enabled())
+    return loss, z if z_loss else None
 
 
 class InPieces(torch.autograd.Function):

@@ -30,11 +30,27 @@ from training.probe import Probe
 from training.setup import start
 from training.trainer import Trainer
 
-PLACEMENTS = ("pre", "post", "output", "sandwich")
-CASES = {
-    f"{p} {t}": ("--placement", p, t) for p in PLACEMENTS for t in ("--tie-embeddings", "--no-tie-embeddings")
+CASES = {  # of two layers: four branches
+    "plain": (),
+    "four placements": ("--placement", "none pre post output"),
+    "four others, untied": ("--placement", "sandwich keel out_post all", "--no-tie-embeddings"),
+    "methods": (
+        *(
+            "--placement",
+            "sandwich",
+            "--residual-scale",
+            "lns",
+            "--gain",
+            "zero_centred",
+            "--out-gain-init",
+            "depth",
+        ),
+        *("--qk-norm", "head", "--v-norm", "--z-loss", "0.01", "--norm-decay", "0.1", "--logit-softcap", "5"),
+    ),
+    "derf": ("--norm", "derf", "--embed-scale", "sqrt_dim"),
+    "bfloat16": ("--dtype", "bfloat16"),
+    "float16": ("--dtype", "float16"),
 }
-CASES |= {"bfloat16": ("--dtype", "bfloat16"), "float16": ("--dtype", "float16")}
 STEPS = 10
 
 

@@ -34,6 +34,8 @@ class ToHf(Run):
     """How wide."""
     lr: float = 1e-3
     """How fast."""
+    scale: float | Literal["depth"] | Annotated[str, AfterValidator(OneOf(NORMS))] = 1.0
+    """How much."""
     norm: Annotated[str, AfterValidator(OneOf(NORMS))] = "layernorm"
     """Which norm."""
     qk_norm: Literal["off", "head"] = "off"
@@ -111,6 +113,11 @@ def test_the_last_of_a_repeated_flag_wins_and_numbers_may_be_negative_and_none_i
             "to-hf a -o b --norm rmsnrm",
             "--norm is rmsnrm; it must be 'layernorm' or 'rmsnorm' (did you mean rmsnorm?)",
         ),
+        ("to-hf a -o b --scale 1e-999", "--scale is 1e-999, which is too small for a number"),
+        (
+            "to-hf a -o b --scale dpeth",
+            "--scale is dpeth; it must be a number, such as 0.001 or 'depth' (did you mean depth?) or 'layernorm'",
+        ),
         ("to-hf a -o b --qk-norm haed", "--qk-norm is haed; it must be 'off' or 'head'"),
         ("to-hf a -o b --n-layer 0", "n_layer is 0; it must be at least 1"),
     ],
@@ -144,6 +151,7 @@ def test_a_registry_is_read_when_it_is_asked(monkeypatch):
             "--bias, --no-bias Whether there is one. (default: --bias) --files FILES [FILES ...]",
         ),
         ("to-hf --nonsense --help", "How wide. --lr FLOAT How fast. (default: 0.001)"),
+        ("to-hf --help", "--scale FLOAT|{depth}|{layernorm,rmsnorm} How much. (default: 1.0)"),
         ("report --help", "RUNS [RUNS ...] Folders."),
     ],
 )
@@ -164,7 +172,7 @@ def command(body: str, shell: str = '"$@"', **how) -> subprocess.CompletedProces
 @pytest.mark.parametrize(
     ("body", "code", "out", "err"),
     [
-        ("print('é\\ud800')", 0, "é\\ud800\n", ""),
+        ("print('é\\ud800')", 0, "\\xe9\\ud800\n", ""),
         ("raise UserError('this is wrong')", 2, "", "error: this is wrong\n"),
         ("print('a'); os.kill(os.getpid(), signal.SIGINT)", 130, "a\n", "interrupted\n"),
         ("sys.exit(75)", 75, "", ""),
@@ -172,7 +180,7 @@ def command(body: str, shell: str = '"$@"', **how) -> subprocess.CompletedProces
     ],
 )
 def test_how_a_command_ends(body, code, out, err):
-    done = command(body, env=os.environ | {"PYTHONIOENCODING": "utf-8"})
+    done = command(body, env=os.environ | {"PYTHONIOENCODING": "ascii"})
     assert (done.returncode, done.stdout, done.stderr) == (code, out, err)
 
 

@@ -156,7 +156,6 @@ def test_a_recipe_with_a_byte_order_mark_is_read(tmp_path):
 def test_auto_names_a_new_folder(tmp_path):
     argv = ["configs/quickstart.toml", "--out-dir", str(tmp_path), "--run-name", "auto"]
     assert load_config(argv).run.run_name == "quickstart"
-    (tmp_path / "quickstart").mkdir()
     (tmp_path / "quickstart-2").mkdir()
     assert load_config(argv).run.run_name == "quickstart-3"
 

@@ -11,6 +11,7 @@ import torch
 from dynamics_cases import DIVERGING, tiny_trainer, train_here
 
 import train
+from base.cli import UserError
 from configs import load_config
 from training.checkpoint import check, load_trainer, model_weights, newest, read_model
 from training.divergence import (
@@ -287,16 +288,14 @@ def test_the_replay_of_a_healthy_step_says_so(diverged, capsys):
     assert diagnose(trainer, 8, state.history) is None
 
 
-def test_replay_of_what_is_no_diverged_folder_is_one_sentence(diverged, capsys):
+def test_replay_of_what_is_no_diverged_folder_is_one_sentence(diverged):
     folder, *_ = diverged
     for path, words in [
         (folder, "is no folder that a run leaves"),
         (folder / "nothing", "does not exist"),
     ]:
-        with pytest.raises(SystemExit) as end:
+        with pytest.raises(UserError, match=words):
             train.main(["--replay", str(path)])
-        assert end.value.code == 2
-        assert words in capsys.readouterr().err
 
 
 def test_losing_the_disk_does_not_hide_the_report(tmp_path, monkeypatch, capsys):

@@ -216,7 +216,8 @@ def test_rows_of_a_run(tmp_path):
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     sections = {row["iter"]: sorted({key.partition("/")[0] for key in row}) for row in rows}
     log = ["grad_norm", "iter", "perf", "residual_rms", "tokens", "train"]
-    look = ["angle_deg", "attn_entropy", "attn_logit_max", "branch_rms", "gain", "stream_grad_rms"]
+    look = ["angle_deg", "attn_entropy", "attn_logit_max", "branch_rms", "gain", "logsumexp"]
+    look += ["stream_grad_rms", "stream_kurtosis", "stream_max"]
     assert sections == {
         0: sorted(["iter", "tokens", "val", *look]),
         **dict.fromkeys((1, 2, 10), log),

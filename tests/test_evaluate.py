@@ -145,9 +145,25 @@ def test_data_that_do_not_say_their_tokenizer_have_a_loss_and_no_bytes(place, tm
     (tmp_path / "m").mkdir()
     save_model(tmp_path / "m", model_weights(model), about(model, None))
     evaluate.main([str(tmp_path / "m"), "--dataset", str(tmp_path), "--device", "cpu", "--json"])
-    [found] = json.loads(capsys.readouterr().out)["runs"]
+    printed = capsys.readouterr()
+    [found] = json.loads(printed.out)["runs"]
     assert found["bits_per_byte"] is None
     assert found["tokens"] == 59
+    assert printed.err.startswith(f"{tmp_path / 'm'} does not say what its token ids mean")
+
+
+def test_ids_that_pad_a_vocabulary_are_no_text(tmp_path, capsys):
+    """The data hold one of them, and only the model names its tokenizer."""
+    for split in ("train", "val"):
+        np.array([1, 2, 22] * 20, "<u2").tofile(tmp_path / f"{split}.bin")
+    model = build()
+    save_model(tmp_path, model_weights(model), about(model, {"name": "char", "characters": "abc"}))
+    evaluate.main([str(tmp_path), "--dataset", str(tmp_path), "--device", "cpu", "--json"])
+    printed = capsys.readouterr()
+    [found] = json.loads(printed.out)["runs"]
+    text = [n for part in textbook(tmp_path, [1, 2, 22] * 20, 12, range(0, 59, 12)) for i, n in part if i < 3]
+    assert found["bits_per_byte"] == pytest.approx(sum(text) / math.log(2) / len(text), rel=1e-6)
+    assert printed.err.startswith(f"{tmp_path} does not say what its token ids mean")
 
 
 def test_what_cannot_be_evaluated_is_refused_in_one_sentence(place, tmp_path, capsys):

@@ -203,3 +203,11 @@ def test_only_mps_lacks_it(monkeypatch):
     assert isinstance(fused, torch.optim.AdamW)
     monkeypatch.setattr(type(model.embed.weight), "device", torch.device("mps"))
     assert isinstance(make_optimizer(model, config()), Skipping)
+
+
+def test_what_a_norm_learns_besides_its_gain_does_not_decay():
+    model = GPT(ModelConfig(n_layer=1, n_head=1, n_embd=8, block_size=4, vocab_size=5, norm="derf"))
+    optimizer = make_optimizer(model, OptimConfig(norm_decay=0.5))
+    decayed = {id(p) for group in optimizer.param_groups if group["weight_decay"] for p in group["params"]}
+    assert id(model.entry.weight) in decayed
+    assert not {id(model.entry.alpha), id(model.entry.shift), id(model.entry.bias)} & decayed

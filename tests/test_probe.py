@@ -11,7 +11,7 @@ from training import probe
 from training.dynamics import PartNorms
 from training.metrics import branch_names, depth_names
 from training.parallel import Runtime
-from training.probe import Probe, attention_statistics, mean_angle, stream_gradients
+from training.probe import Probe, attention_statistics, mean_angle, squared_gradients
 
 
 class Windows:
@@ -27,9 +27,9 @@ class Windows:
         return self.tokens[rows.start : rows.stop], self.targets[rows.start : rows.stop]
 
 
-def probe_of(model: GPT, rows: int = 4) -> Probe:
+def probe_of(model: GPT, rows: int = 4, at_once: int = 4) -> Probe:
     norms = PartNorms(model, Runtime(model.embed.weight.device))
-    return Probe(model, Windows(*tokens_and_targets(rows)), norms)
+    return Probe(model, Windows(*tokens_and_targets(rows)), norms, at_once)
 
 
 def angle(x, y) -> float:
@@ -54,6 +54,10 @@ def expected(model: GPT, before: dict) -> dict[str, float]:
     loss = book.loss(*tokens_and_targets())
     gradients = torch.autograd.grad(loss, book.streams)
     values = {f"stream_grad_rms/{d}": rms(g) for d, g in zip(depth_names(2), gradients, strict=True)}
+    for depth, x in zip(depth_names(2), book.streams, strict=True):
+        values[f"stream_max/{depth}"] = x.abs().max().item() / rms(x)
+        values[f"stream_kurtosis/{depth}"] = (x**4).mean().item() / (x**2).mean().item() ** 2
+    values["logsumexp"] = model(tokens_and_targets()[0])[0].logsumexp(-1).abs().mean().item()
     for k, branch in enumerate(branch_names(2)):
         values[f"branch_rms/{branch}"] = rms(book.added[k])
         values[f"angle_deg/{branch}"] = angle(book.streams[k], book.streams[k + 1])
@@ -61,6 +65,8 @@ def expected(model: GPT, before: dict) -> dict[str, float]:
         weights = book.weights[i]
         surprise = torch.where(weights > 0, -weights * weights.clamp(min=1e-300).log(), 0.0)
         values[f"attn_logit_max/layer_{i:02d}"] = book.logits[i].abs().max().item()
+        for head, logits in enumerate(book.logits[i]):
+            values[f"attn_logit_max/layer_{i:02d}.head_{head:02d}"] = logits.abs().max().item()
         values[f"attn_entropy/layer_{i:02d}"] = surprise.sum(-1).mean().item()
     for name, p in model.named_parameters():
         if part_of(name) == "norms" and name.endswith("weight"):
@@ -78,10 +84,15 @@ def expected(model: GPT, before: dict) -> dict[str, float]:
     return values
 
 
+@pytest.mark.parametrize("at_once", [1, 3, 4])
 @pytest.mark.parametrize("placement", CASES)
-def test_every_value_is_the_textbook_one(placement):
+def test_every_value_is_the_textbook_one(placement, at_once):
+    """Of all windows, however many pass at once."""
     model = known_model(placement)
-    probe, before = probe_of(model), {n: p.detach().clone() for n, p in model.named_parameters()}
+    probe, before = (
+        probe_of(model, at_once=at_once),
+        {n: p.detach().clone() for n, p in model.named_parameters()},
+    )
     probe.remember()
     with torch.no_grad():
         for p in model.parameters():
@@ -98,13 +109,17 @@ def test_names_of_a_sandwich_of_one_layer():
     first = probe.measure()
     assert sorted(first) == [
         *("angle_deg/layer_00.attn", "angle_deg/layer_00.mlp", "attn_entropy/layer_00"),
-        *("attn_logit_max/layer_00", "branch_rms/layer_00.attn", "branch_rms/layer_00.mlp"),
+        *("attn_logit_max/layer_00", "attn_logit_max/layer_00.head_00", "attn_logit_max/layer_00.head_01"),
+        *("branch_rms/layer_00.attn", "branch_rms/layer_00.mlp"),
         *("gain/entry.max", "gain/entry.mean"),
         *("gain/layer_00.attn.next_norm.max", "gain/layer_00.attn.next_norm.mean"),
         *("gain/layer_00.attn.out_norm.max", "gain/layer_00.attn.out_norm.mean"),
         *("gain/layer_00.mlp.next_norm.max", "gain/layer_00.mlp.next_norm.mean"),
         *("gain/layer_00.mlp.out_norm.max", "gain/layer_00.mlp.out_norm.mean"),
+        "logsumexp",
         *("stream_grad_rms/embed", "stream_grad_rms/layer_00.attn", "stream_grad_rms/layer_00.mlp"),
+        *("stream_kurtosis/embed", "stream_kurtosis/layer_00.attn", "stream_kurtosis/layer_00.mlp"),
+        *("stream_max/embed", "stream_max/layer_00.attn", "stream_max/layer_00.mlp"),
     ]
     probe.remember()
     assert sorted(probe.measure().keys() - first.keys()) == [
@@ -210,7 +225,7 @@ def test_the_loss_scale_keeps_a_float16_gradient_from_underflowing():
     x = torch.ones(3, 4, dtype=torch.float16, requires_grad=True)
 
     def look(scale):
-        return stream_gradients((1e-9 * x.float()).sum(), [x], scale)["stream_grad_rms/embed"].item()
+        return squared_gradients((1e-9 * x.float()).sum(), [x], scale)[0].sqrt().item()
 
     assert look(2.0**16) == pytest.approx(1e-9, rel=1e-3)
     assert look(1.0) == 0, "control"
@@ -224,3 +239,70 @@ def test_the_gradient_of_a_fused_sum_includes_what_flows_through_its_norm():
         shape = {"n_layer": 1, "n_head": 1, "n_embd": 8, "block_size": 6, "vocab_size": 11}
         values[kernel] = probe_of(GPT(ModelConfig(kernel=kernel, **shape)).to(device), rows=1).measure()
     assert values["triton"] == values["torch"]
+
+
+@pytest.mark.parametrize("norm", ["dyt", "derf"])
+def test_alpha_and_the_saturated_share_of_norms_that_squash(norm):
+    model = known_model("pre", norm=norm, alpha_init=3.0)
+    read = {}
+    for name in ("entry", "joins.2.next_norm"):
+        module = model.get_submodule(name)
+        module.register_forward_hook(lambda module, inputs, y, name=name: read.update({name: inputs[0]}))
+    values = probe_of(model, at_once=2).measure()
+    tokens, _ = tokens_and_targets()
+    model(tokens)
+    for name, place in (("entry", "entry"), ("joins.2.next_norm", "layer_01.attn.next_norm")):
+        module = model.get_submodule(name)
+        share = (module.normalize(read[name]).abs() > 0.99).double().mean().item()
+        assert values[f"saturated/{place}"] == pytest.approx(share, abs=1e-6)
+        assert 0 < share < 1
+        assert values[f"alpha/{place}"] == pytest.approx(module.alpha.item())
+    assert sum(name.startswith("saturated/") for name in values) == 5
+    assert not any("saturated" in name for name in probe_of(known_model("pre")).measure())
+    assert "normalize" not in vars(model.entry), "it is as it was"
+
+
+def test_a_look_keeps_no_more_for_backward_than_a_step(tmp_path):
+    """Of a vocabulary whose logits outweigh the model, in micro-batches of one sequence."""
+    flags = [
+        "--micro-batch-size",
+        "1",
+        "--block-size",
+        "32",
+        "--vocab-size",
+        "5000",
+        "--n-embd",
+        "16",
+        "--eval-tokens",
+        "400",
+    ]
+    trainer = tiny_trainer(tmp_path, *flags)
+    most = {}
+    for what, work in {
+        "step": lambda: trainer.step(0, True),
+        "look": Probe(trainer.model, trainer.windows, trainer.norms, trainer.micro_batch).measure,
+        "all at once": Probe(trainer.model, trainer.windows, trainer.norms).measure,
+    }.items():
+        held = Held()
+        with held:
+            work()
+        most[what] = held.most
+    assert most["look"] <= 1.2 * most["step"], most
+    assert most["all at once"] > 2 * most["step"], "it would have been seen"
+
+
+class Held(torch.autograd.graph.saved_tensors_hooks):
+    """Counts the bytes that autograd keeps for one backward pass."""
+
+    def __init__(self):
+        self.now, self.most, self.backward = 0, 0, False
+        super().__init__(self.pack, self.unpack)
+
+    def pack(self, t: torch.Tensor) -> torch.Tensor:
+        self.now = t.nbytes + (0 if self.backward else self.now)
+        self.most, self.backward = max(self.most, self.now), False
+        return t
+
+    def unpack(self, t: torch.Tensor) -> torch.Tensor:
+        self.backward = True
+        return t

@@ -47,6 +47,7 @@ def opened(browser):
 
     def open_page(path: Path | str, width: int = 1440, scheme: str = "light"):
         tab = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        tab.set_default_timeout(120_000)  # on a busy machine
         url = path if isinstance(path, str) else path.as_uri()
         faults: list[str] = []
         tab.on("pageerror", lambda e: faults.append(str(e)))
@@ -71,14 +72,14 @@ def opened(browser):
         assert faults == []
 
 
-def draw_all(tab) -> None:
-    """Charts that are out of view too, as for printing."""
-    tab.evaluate("dispatchEvent(new Event('beforeprint'))")
+def draw(tab, *charts: str) -> None:
+    """These charts, or all, also where they are out of view."""
+    tab.evaluate("(ids) => (ids.length ? ids : [...waiting]).forEach(drawNow)", list(charts))
 
 
 def lines(tab) -> dict[str, int]:
     """Of every chart the number of runs that have a number in it."""
-    draw_all(tab)
+    draw(tab)
     return tab.evaluate(
         """() => Object.fromEntries([...document.querySelectorAll('.js-plotly-plot')].map((c) => [c.id, new Set(
              c.data.filter((t) => (t.z ? t.z.flat() : t.y).some((v) => v !== null)).map((t) => t.meta)
@@ -88,7 +89,7 @@ def lines(tab) -> dict[str, int]:
 
 def trace(tab, chart: str, what: str, label: str = "pre") -> list:
     """x or y of a run's last line, which is the one in front."""
-    draw_all(tab)
+    draw(tab, chart)
     ours = f"(t) => t.meta === '{label}' && t.mode !== 'markers' && !t.spread"
     return tab.evaluate(f"document.getElementById('{chart}').data.filter({ours}).pop().{what}")
 
@@ -168,7 +169,7 @@ def test_sliders_and_choices(opened, four):
     assert trace(tab, "time-residual_rms", "y") == [3, 3, 3, 3, 60]
     assert trace(tab, "time-attn_logit_max", "y") == [0.5, 0.5, 0.5, 0.5, 8], "of the layer"
     tab.locator("#heat-quantity").select_option("angle_deg")
-    draw_all(tab)
+    draw(tab)
     assert tab.evaluate("document.getElementById('heat-0').data[0].zmax") == 40
     assert tab.locator("#heat-high").inner_text() == "40"
     tab.emulate_media(color_scheme="dark")
@@ -196,7 +197,7 @@ def test_the_band_and_the_caption_name_the_layer_of_the_extreme(opened, four, tm
     main([str(write_run(tmp_path / "a", rows)), "-o", str(tmp_path / "a.html")])
     tab = opened(tmp_path / "a.html")
     low = "document.getElementById('time-attn_entropy').data[0]"
-    draw_all(tab)
+    draw(tab)
     assert tab.evaluate(f"{low}.y") == [5, 5, 1.07, 5, 5]
     assert tab.evaluate(f"{low}.text")[2] == "layer_01"
     caption = tab.locator("figure", has=tab.locator("#time-attn_entropy")).locator(".extreme")
@@ -207,7 +208,7 @@ def test_the_band_and_the_caption_name_the_layer_of_the_extreme(opened, four, tm
 
 def test_reference_lines(opened, four):
     tab = opened(four)
-    draw_all(tab)
+    draw(tab)
 
     def names(chart):
         return tab.evaluate(
@@ -245,7 +246,7 @@ def test_hovering_lifts_a_run_and_reads_all_out_in_order(opened, four):
 
 def test_a_zoom_is_kept_linked_and_undone(opened, four):
     tab = opened(four)
-    draw_all(tab)
+    draw(tab)
     reset = tab.locator("#reset")
     assert reset.is_disabled()
     tab.evaluate(
@@ -260,7 +261,7 @@ def test_a_zoom_is_kept_linked_and_undone(opened, four):
     tab.wait_for_function("!document.getElementById('reset').disabled")
 
     def ranges(axis, *charts):
-        draw_all(tab)
+        draw(tab, *charts)
         return [tab.evaluate(f"document.getElementById('{c}')._fullLayout.{axis}.range") for c in charts]
 
     first, *others = ranges("xaxis", "curve-train_grad_norm", "loss", "time-residual_rms", "heat-0")
@@ -320,7 +321,7 @@ def test_colours_by_a_setting_and_seeds_as_mean_and_band(opened, tmp_path):
         "post1 (3 seeds)",
         "pre1 (3 seeds)",
     ]
-    draw_all(tab)
+    draw(tab)
     label = "pre1 (3 seeds)"
     curves = tab.evaluate(
         f"document.getElementById('loss').data.filter((t) => t.meta === '{label}').slice(0, 3).map((t) => t.y[0])"
@@ -338,7 +339,7 @@ def test_a_run_that_diverged_flattens_no_other(opened, tmp_path):
     )
     main([str(good), str(bad), "-o", str(tmp_path / "d.html")])
     tab = opened(tmp_path / "d.html")
-    draw_all(tab)
+    draw(tab)
     assert tab.evaluate("document.getElementById('loss')._fullLayout.yaxis.range[1]") < 6
     mark = tab.evaluate(
         "document.getElementById('loss').data.filter((t) => t.marker && t.marker.symbol === 'x')"
@@ -349,7 +350,7 @@ def test_a_run_that_diverged_flattens_no_other(opened, tmp_path):
     assert texts(tab, "#runs small")[1] == "diverged at step 11"
     assert texts(tab, "#table td:nth-child(2)") == ["done", "diverged at step 11"]
     tab.locator("#whole").check()
-    draw_all(tab)
+    draw(tab)
     assert tab.evaluate("document.getElementById('loss')._fullLayout.yaxis.range[1]") > 400
 
 
@@ -366,7 +367,7 @@ def test_a_spike_of_one_row_is_seen_in_the_loss_and_in_the_heat_map(opened, tmp_
     rows[12_345] |= {"train/loss": 9.0, "residual_rms/embed": 40.0, "spike": 1}
     main([str(write_run(tmp_path / "a", rows, n_layer=1)), "-o", str(tmp_path / "s.html")])
     tab = opened(tmp_path / "s.html")
-    draw_all(tab)
+    draw(tab)
     loss = tab.evaluate("document.getElementById('loss').data[0]")
     assert dict(zip(loss["x"], loss["y"], strict=True))[12_345] == 9.0
     high = tab.evaluate("document.getElementById('loss')._fullLayout.yaxis.range[1]")
@@ -393,7 +394,7 @@ def test_long_lines_have_no_markers_and_are_smoothed(opened, tmp_path):
     last = "document.getElementById('loss').data[1].y.slice(-2)"
     assert all(2.3 < y < 2.7 for y in tab.evaluate(last))
     tab.locator("#smooth").fill("0")
-    draw_all(tab)
+    draw(tab)
     assert tab.evaluate("document.getElementById('loss').data[0].y.slice(-2)") == [2, 3]
 
 

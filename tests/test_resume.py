@@ -9,6 +9,7 @@ import pytest
 import torch
 from tiny_runs import STEPS, assert_same_end, before_step, recipe, rows, saved, train
 
+from configs import load_config
 from training import checkpoint, run, trainer
 from training.run import EXIT_STOPPED
 
@@ -217,6 +218,16 @@ def test_a_numbered_name_cannot_be_restarted(tmp_path, monkeypatch, capsys):
     assert "give it a name" in capsys.readouterr().err
 
 
+def test_a_name_is_claimed_at_once_and_given_back_by_a_run_that_is_refused(tmp_path):
+    argv = [str(recipe(tmp_path)), "--run-name", "auto"]
+    names = [load_config(argv).run.run_name for _ in range(3)]  # of three that start together
+    assert names == ["tiny", "tiny-2", "tiny-3"]
+    assert train(*argv, "--block-size", "5000") == 2
+    assert not (tmp_path / "tiny-4").exists()
+    assert train(*argv) == 0
+    assert checkpoint.newest(tmp_path / "tiny-4").step == STEPS
+
+
 def test_a_finished_run_that_is_resumed_changes_nothing(tmp_path):
     argv = (recipe(tmp_path),)
     assert train(*argv) == 0
@@ -281,3 +292,20 @@ def test_an_overwrite_that_fails_leaves_the_run_as_it_was(tmp_path, capsys, monk
     assert {p: p.read_bytes() for p in (tmp_path / "tiny").rglob("*") if p.is_file()} == before
     assert train(*argv, "--overwrite", "--max-iters", "14") == 0
     assert [p.name for p in (tmp_path / "tiny").iterdir() if p.name.startswith(".o")] == []
+
+
+def test_a_run_resumes_whose_post_norms_have_their_old_names(tmp_path):
+    """N_post was called next_norm; weights and moments alike."""
+    argv = (recipe(tmp_path), "--placement", "post", "--schedule", "constant", "--probe-interval", STEPS // 2)
+    assert train(*argv, "--run-name", "whole") == 0
+    assert train(*argv, "--max-iters", STEPS // 2) == 0
+    found = checkpoint.newest(tmp_path / "tiny")
+    (weights, about), state = checkpoint.read_model(found.path), checkpoint.load_trainer(found)
+    old, state.optimizer = (
+        {name.replace("post_norm", "next_norm"): value for name, value in named.items()}
+        for named in (weights, state.optimizer)
+    )
+    assert "joins.0.next_norm.weight" in old
+    checkpoint.write(found.path, old, about, state, found.val_loss)
+    assert train(*argv, "--resume") == 0
+    assert_same_end(tmp_path / "tiny", tmp_path / "whole")

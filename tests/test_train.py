@@ -3,12 +3,17 @@
 import json
 import math
 import os
+import re
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import tiny_runs
 import torch
 
 import train
@@ -16,6 +21,7 @@ from base.cli import UserError
 from configs import load_config
 from data import load_tokenizer, open_dataset
 from tools import sample
+from training import parallel, setup
 from training.checkpoint import load_model
 from training.dynamics import fetch
 from training.parallel import Runtime
@@ -149,6 +155,9 @@ def test_a_run_whose_vocabulary_cannot_be_fetched_ends_well_without_a_sample(pla
     assert "no sample: the vocabulary could not be fetched\n\nwhere to look next" in printed
 
 
+TWO = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+
+
 @pytest.mark.parametrize(
     ("variables", "says"),
     [
@@ -156,19 +165,74 @@ def test_a_run_whose_vocabulary_cannot_be_fetched_ends_well_without_a_sample(pla
         ({"LOCAL_RANK": "first"}, "LOCAL_RANK is 'first', and not a number from 0 up"),
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE is '0', and not a number from 1 up"),
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE is 2, but it lacks RANK, MASTER_ADDR, MASTER_PORT"),
+        (TWO | {"RANK": "2"}, "RANK is 2, with a WORLD_SIZE of 2"),
+        (TWO | {"MASTER_PORT": "notaport"}, "MASTER_PORT is 'notaport', and not a number from 1 up"),
+        (TWO | {"MASTER_PORT": "70000"}, "MASTER_PORT is 70000; the highest port is 65535"),
         (
-            {"WORLD_SIZE": "2", "RANK": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"},
-            "RANK is 2, with a WORLD_SIZE of 2",
+            TWO | {"MASTER_ADDR": "no.such.host.invalid"},
+            "MASTER_ADDR is 'no.such.host.invalid', which is not found",
         ),
     ],
 )
-def test_an_environment_that_names_no_place_is_one_sentence(place, variables, says, monkeypatch, capsys):
+def test_an_environment_that_names_no_place_is_one_sentence(place, variables, says, monkeypatch):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(SystemExit) as stopped:
+    with pytest.raises(UserError) as stopped:
         train.main([str(place / "tiny.toml"), "--run-name", "nowhere"])
-    assert stopped.value.code == 2
-    assert says in capsys.readouterr().err
+    assert says in str(stopped.value)
+
+
+def test_a_port_that_is_taken_is_one_sentence(place, monkeypatch, capsys):
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        for name, value in (TWO | {"MASTER_PORT": str(other.getsockname()[1])}).items():
+            monkeypatch.setenv(name, value)
+        assert tiny_runs.train(place / "tiny.toml", "--run-name", "nowhere") == 2
+    said = capsys.readouterr().err
+    assert re.search(
+        r"error: the environment's MASTER_PORT \d+ is taken by another program; \d+ is free\n$", said
+    )
+
+
+def test_a_process_that_waits_for_others_says_whom_it_waits_for(monkeypatch, capsys):
+    def nobody_comes(url):
+        time.sleep(0.5)
+        raise torch.distributed.DistStoreError("timed out after 300s")
+
+    monkeypatch.setattr(parallel, "PATIENCE", 0.01)
+    monkeypatch.setattr(torch.distributed, "rendezvous", nobody_comes)
+    for name, value in (TWO | {"RANK": "1"}).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="process 1 has met no process 0 at localhost:1"):
+        parallel.join(torch.device("cpu"), 2)
+    assert capsys.readouterr().err == "process 1 waits for process 0 at localhost:1 ...\n"
+
+
+def test_each_process_takes_the_gpu_it_sees(monkeypatch):
+    """All of a machine, each the one of its rank; or one each, as a job script deals them out."""
+    taken = []
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    for devices, local_rank in ((4, 2), (1, 2)):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda count=devices: count)
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+        setup.own_gpu(local_rank)
+    assert [device.index for device in taken] == [2, 0]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(UserError, match=r"4 processes share 2 CUDA device\(s\); start at most 2 here"):
+        setup.own_gpu(0)
+
+
+def test_two_processes_on_one_gpu_are_refused(monkeypatch):
+    found = ["GPU-1", "GPU-1"]
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-1"))
+    monkeypatch.setattr(
+        torch.distributed, "all_gather_object", lambda out, own, group: out.__setitem__(slice(None), found)
+    )
+    with pytest.raises(UserError, match=r"2 processes share 1 CUDA device\(s\); start one for each"):
+        setup.check_gpus(Runtime(torch.device("cpu"), 0, 2))
+    found[1] = "GPU-2"
+    setup.check_gpus(Runtime(torch.device("cpu"), 0, 2))
 
 
 def test_post_norm_without_warm_up_is_warned_of(place, capsys):

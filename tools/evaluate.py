@@ -9,6 +9,7 @@ window by window: the difference to the first has a much smaller error than eith
 
 import json
 import math
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,6 +87,8 @@ def measure(model: GPT, windows: EvalWindows, sizes: np.ndarray | None) -> Sums:
     """What a model in evaluation mode makes of the windows. Raises UserError for an id that it does not know."""
     device, config = next(model.parameters()).device, model.config
     rows = max(LOGITS // (windows.block_size * config.vocab_size), 1)
+    if sizes is not None:  # ids that pad the vocabulary are no text
+        sizes = np.pad(sizes, (0, max(config.vocab_size - len(sizes), 0)))
     found = []
     for first in range(0, len(windows), rows):
         tokens, targets = windows.batch(range(first, min(first + rows, len(windows))))
@@ -114,6 +117,12 @@ def known_sizes(path: Path, tokenizer: dict | None, dataset: Dataset) -> np.ndar
         raise UserError(
             f"{path} was trained on ids of the tokenizer {tokenizer.get('name')}, and {dataset.path} holds those of "
             f"{ours.get('name')}; prepare the text again with the model's"
+        )
+    if not (tokenizer and ours):
+        place = dataset.path if tokenizer else path
+        print(
+            f"{place} does not say what its token ids mean; the numbers hold if both mean the same",
+            file=sys.stderr,
         )
     try:
         return token_bytes(load_tokenizer(ours or tokenizer))

@@ -53,9 +53,8 @@ class TextStream:
 
     def __init__(self, decode: Callable[[list[int]], str]):
         self.decode = decode
-        self.start = self.shown = (
-            0  # the ids before `shown` were returned as text, those from `start` in the last piece
-        )
+        # Ids before `shown` were returned as text, the last piece of it from `start` on.
+        self.start = self.shown = 0
 
     def next(self, ids: list[int]) -> str:
         """The text that is complete now. What ends in U+FFFD may be half a character, and waits."""

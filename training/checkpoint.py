@@ -32,7 +32,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from base.cli import UserError
+from base.cli import UserError, explanation
 from base.files import atomic_folder
 from model import GPT, ModelConfig
 
@@ -356,7 +356,7 @@ def sketch(described: dict[str, Any], weights: dict[str, Tensor], path: Path) ->
     try:
         config = ModelConfig(**described)
     except (TypeError, ValidationError) as e:
-        reason = e.errors()[0]["msg"] if isinstance(e, ValidationError) else e
+        reason = explanation(e) if isinstance(e, ValidationError) else e
         raise UserError(f"{problem}: {reason}") from None
     return on_meta(config, weights, problem)
 

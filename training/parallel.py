@@ -2,7 +2,9 @@
 
 import contextlib
 import os
+import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +22,7 @@ from base.cli import UserError
 from model import GPT, BatchNorm
 
 T = TypeVar("T")
+PATIENCE = 10.0  # seconds that a process waits for others before it says so
 LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed")
 
 
@@ -135,27 +138,66 @@ def number_of(variable: str, default: int, least: int = 0) -> int:
     return int(text)
 
 
-def check_environment(world: int) -> None:
-    """Raises UserError where it does not say how to meet the other processes."""
+def check_environment(world: int) -> tuple[int, str, int]:
+    """(rank, address, port) by which to meet the others. Raises UserError where the environment does not say them."""
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if missing:
         raise UserError(
             f"the environment's WORLD_SIZE is {world}, but it lacks {', '.join(missing)}; torchrun sets them"
         )
-    if number_of("RANK", 0) >= world:
-        raise UserError(f"the environment's RANK is {os.environ['RANK']}, with a WORLD_SIZE of {world}")
+    rank, port, address = (
+        number_of("RANK", 0),
+        number_of("MASTER_PORT", 0, least=1),
+        os.environ["MASTER_ADDR"],
+    )
+    if rank >= world:
+        raise UserError(f"the environment's RANK is {rank}, with a WORLD_SIZE of {world}")
+    if port > 65535:
+        raise UserError(f"the environment's MASTER_PORT is {port}; the highest port is 65535")
+    try:
+        socket.getaddrinfo(address, port)
+    except OSError as e:
+        raise UserError(
+            f"the environment's MASTER_ADDR is {address!r}, which is not found: {e.strerror}"
+        ) from None
+    return rank, address, port
 
 
-def join(backend: str) -> None:
-    """Meets the other processes of the run.
+def join(device: torch.device, world: int) -> None:
+    """Meets the other processes of the run, and says so where that takes long. Raises UserError.
 
     torchrun on one machine keeps its store when it restarts the processes, and they would find in it the
     addresses of the dead. On several machines the restarts are not counted alike, and tell nothing.
     """
-    store, rank, world = next(dist.rendezvous("env://"))
-    if os.environ.get("GROUP_WORLD_SIZE") == "1":
-        store = dist.PrefixStore(f"restart_{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world)
+    rank, address, port = check_environment(world)
+    others = "process 0" if rank else f"{world - 1} other process(es)"
+    waiting = threading.Timer(
+        PATIENCE, print, (f"process {rank} waits for {others} at {address}:{port} ...",), {"file": sys.stderr}
+    )
+    waiting.daemon = True
+    waiting.start()
+    try:
+        store, _, _ = next(dist.rendezvous("env://"))
+        if os.environ.get("GROUP_WORLD_SIZE") == "1":
+            store = dist.PrefixStore(f"restart_{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+        cuda = device if device.type == "cuda" else None
+        backend = "nccl" if cuda else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, device_id=cuda)
+    except (dist.DistNetworkError, dist.DistStoreError) as e:
+        if "EADDRINUSE" in str(e):
+            raise UserError(
+                f"the environment's MASTER_PORT {port} is taken by another program; {free_port()} is free"
+            ) from None
+        reason = str(e).partition("\n")[0]
+        raise UserError(f"process {rank} has met no {others} at {address}:{port} ({reason})") from None
+    finally:
+        waiting.cancel()
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("", 0))
+        return s.getsockname()[1]
 
 
 def leave_group() -> None:
@@ -182,9 +224,8 @@ def recompute(model: GPT) -> None:
 
 def shard(model: GPT, runtime: Runtime) -> None:
     """FSDP2 in place: every branch is a unit, and the root holds the embedding, the joins and the head."""
-    from torch.distributed.device_mesh import (
-        init_device_mesh,  # these take half as long to import as torch itself
-    )
+    # These take half as long to import as torch itself.
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
     mesh = init_device_mesh(runtime.device.type, (runtime.world,))
@@ -211,7 +252,9 @@ def reshard(model: GPT) -> None:
 def replicate(module: nn.Module, runtime: Runtime) -> nn.Module:
     """DistributedDataParallel; gradients are averaged over the processes by backward."""
     devices = [runtime.device.index] if runtime.device.type == "cuda" else None
-    return DistributedDataParallel(module, device_ids=devices, gradient_as_bucket_view=True)
+    return DistributedDataParallel(
+        module, device_ids=devices, gradient_as_bucket_view=True, broadcast_buffers=False
+    )
 
 
 def pool_statistics(model: GPT, runtime: Runtime) -> None:

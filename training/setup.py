@@ -11,7 +11,7 @@ from base.cli import UserError
 from configs import Config, replace
 from data import Dataset, check_token_range, ensure_prepared, open_dataset
 from training.malloc import keep_freed_memory
-from training.parallel import Runtime, check_environment, is_local_main, join, number_of
+from training.parallel import Runtime, is_local_main, join, number_of
 
 WIDE = 96  # width from which a CPU's faster products outweigh the casts (docs/performance.md)
 
@@ -20,12 +20,7 @@ def start(config: Config) -> tuple[Config, Runtime]:
     """Joins the processes of torchrun, if any, and settles device, dtype and kernel. Raises UserError."""
     kind = choose_device(config.run.device)
     world, local_rank = number_of("WORLD_SIZE", 1, least=1), number_of("LOCAL_RANK", 0)
-    if kind == "cuda":
-        here, devices = number_of("LOCAL_WORLD_SIZE", local_rank + 1), torch.cuda.device_count()
-        if here > devices:
-            raise UserError(f"{here} processes share {devices} CUDA device(s); start at most {devices} here")
-        torch.cuda.set_device(local_rank)
-    device = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
+    device = own_gpu(local_rank) if kind == "cuda" else torch.device(kind)
     if config.model.norm == "batchnorm" and world > 1 and kind != "cuda":
         raise UserError(
             f"norm is batchnorm, whose statistics are pooled over processes on CUDA only, and {world} processes "
@@ -47,11 +42,35 @@ def start(config: Config) -> tuple[Config, Runtime]:
             "--compile needs a C++ compiler on the CPU, and none was found; install g++ or leave it out"
         )
     if world > 1:
-        check_environment(world)
-        join("nccl" if kind == "cuda" else "gloo")
+        join(device, world)
         control = dist.new_group(backend="gloo") if kind == "cuda" else dist.group.WORLD
-        return config, Runtime(device, dist.get_rank(), world, control)
+        runtime = Runtime(device, dist.get_rank(), world, control)
+        if kind == "cuda":
+            check_gpus(runtime)
+        return config, runtime
     return config, Runtime(device)
+
+
+def own_gpu(local_rank: int) -> torch.device:
+    """The GPU of this process: that of its local rank, or the only one that a job script lets it see."""
+    here, devices = number_of("LOCAL_WORLD_SIZE", local_rank + 1), torch.cuda.device_count()
+    if here > devices > 1:
+        raise UserError(f"{here} processes share {devices} CUDA device(s); start at most {devices} here")
+    device = torch.device("cuda", local_rank if devices > 1 else 0)
+    torch.cuda.set_device(device)
+    return device
+
+
+def check_gpus(runtime: Runtime) -> None:
+    """Raises UserError where two processes use one GPU."""
+    own = str(torch.cuda.get_device_properties(runtime.device).uuid)
+    found: list[str] = [""] * runtime.world
+    dist.all_gather_object(found, own, group=runtime.control)
+    if len(set(found)) < len(found):
+        error = UserError(
+            f"{len(found)} processes share {len(set(found))} CUDA device(s); start one for each"
+        )
+        runtime.raise_on_main(error, 2)
 
 
 def choose_device(asked: str) -> str:

@@ -16,6 +16,7 @@ from tools.report.thin import bucket_means, thin_curve, thin_table
 from training.metrics import Quantity
 
 HERE = Path(__file__).parent
+SCRIPTS = ("page.js", "charts.js", "quantities.js")  # one script
 POINTS = (300, 1500)  # of a curve, at least and at most,
 ALL_POINTS = 8_000  # and of one curve in all runs together
 CELLS = 350_000  # numbers in all tables of a page, which share them; about 3 MB
@@ -37,7 +38,7 @@ def page(runs: Sequence[Run], more: dict[str, Any] | None = None) -> str:
         ("title", " · ".join(run.label for run in runs[:3]) + (" …" if len(runs) > 3 else "")),
         ("style", (HERE / "page.css").read_text(encoding="utf-8")),
         ("data", as_json(page_data(runs) | (more or {})).replace("</", "<\\/")),
-        ("script", (HERE / "page.js").read_text(encoding="utf-8")),
+        ("script", "\n".join((HERE / name).read_text(encoding="utf-8") for name in SCRIPTS)),
         ("plotly", plotly_script()),
     ):
         html = html.replace(f"[[{name}]]", content)
