@@ -219,6 +219,9 @@ def describe(trainer: Trainer, dataset: Dataset, tell) -> None:
     """The resolved configuration in short."""
     config, runtime = trainer.config, trainer.runtime
     model, optim = config.model, config.optim
+    tf32 = (
+        " in TF32" if config.run.tf32 and model.dtype == "float32" and runtime.device.type == "cuda" else ""
+    )
     tell(
         f"model  {model.norm} {model.placement}, qk_norm {model.qk_norm}, {model.pos} positions, {model.mlp}; "
         f"{model.n_layer} layers, {model.n_head} heads, {model.n_embd} wide; {trainer.model.n_params():,} parameters\n"
@@ -227,7 +230,7 @@ def describe(trainer: Trainer, dataset: Dataset, tell) -> None:
         f"step   {optim.batch_size} x {model.block_size} tokens in {trainer.accumulation} micro-batches on "
         f"{runtime.world} process(es); {optim.optimizer}, lr {optim.lr:g} to {optim.end_lr:g} ({optim.schedule}), "
         f"warm-up {optim.warmup_iters} of {optim.max_iters} steps\n"
-        f"on     {runtime.device.type}, {model.dtype}, stream in {model.residual_dtype}, "
+        f"on     {runtime.device.type}, {model.dtype}{tf32}, stream in {model.residual_dtype}, "
         f"norms and joins on {norm_path(config, runtime)}{', compiled' if config.run.compile else ''}; "
         f"seed {config.run.seed}"
     )

@@ -107,6 +107,8 @@ class RunConfig:
     """Fixes the initialization, the order of the data and dropout."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """auto takes cuda, else mps, else cpu."""
+    tf32: bool = False
+    """On CUDA, products of float32 in TF32: several times as fast, with 10 bits of mantissa in place of 23."""
     compile: bool = False
     """torch.compile the model."""
     activation_checkpointing: bool = False
@@ -133,6 +135,8 @@ class RunConfig:
     """Newest checkpoints to keep beside the best one."""
     wandb: Literal["offline", "online", "disabled"] = "offline"
     """offline writes OUT/wandb without an account; look with `wandb leet`, upload with `wandb sync`."""
+    wandb_keys: Literal["core", "full"] = "full"
+    """What wandb gets of each row: core leaves out what is recorded per depth, layer, head, part or norm."""
     wandb_project: str = "nanonorm"
     """Project in wandb."""
 
