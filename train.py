@@ -26,7 +26,7 @@ import torch
 import kernels
 from base import cli
 from base.cli import UserError
-from configs import Config, load_config
+from configs import Config, give_back_name, load_config
 from data import Dataset
 from model import PLACEMENTS
 from training.clock import Clock, flops_per_token, peak_rate
@@ -46,7 +46,7 @@ WITHOUT_WAIT = "cpu"  # the device whose numbers are there as soon as a step ret
 
 def main(argv: Sequence[str]) -> None:
     """Raises UserError, or ends the process with one of the exit codes that training/run.py lists."""
-    runtime = None
+    config = runtime = None
     try:
         if not argv:
             raise UserError(
@@ -62,6 +62,8 @@ def main(argv: Sequence[str]) -> None:
         else:
             train(config, runtime, ["train.py", *argv])
     except UserError:
+        if config:
+            give_back_name(config)
         if runtime is None and not is_local_main():
             exit_quietly()  # the first process of this machine has found the same
         raise
@@ -217,6 +219,9 @@ def describe(trainer: Trainer, dataset: Dataset, tell) -> None:
     """The resolved configuration in short."""
     config, runtime = trainer.config, trainer.runtime
     model, optim = config.model, config.optim
+    tf32 = (
+        " in TF32" if config.run.tf32 and model.dtype == "float32" and runtime.device.type == "cuda" else ""
+    )
     tell(
         f"model  {model.norm} {model.placement}, qk_norm {model.qk_norm}, {model.pos} positions, {model.mlp}; "
         f"{model.n_layer} layers, {model.n_head} heads, {model.n_embd} wide; {trainer.model.n_params():,} parameters\n"
@@ -225,7 +230,7 @@ def describe(trainer: Trainer, dataset: Dataset, tell) -> None:
         f"step   {optim.batch_size} x {model.block_size} tokens in {trainer.accumulation} micro-batches on "
         f"{runtime.world} process(es); {optim.optimizer}, lr {optim.lr:g} to {optim.end_lr:g} ({optim.schedule}), "
         f"warm-up {optim.warmup_iters} of {optim.max_iters} steps\n"
-        f"on     {runtime.device.type}, {model.dtype}, stream in {model.residual_dtype}, "
+        f"on     {runtime.device.type}, {model.dtype}{tf32}, stream in {model.residual_dtype}, "
         f"norms and joins on {norm_path(config, runtime)}{', compiled' if config.run.compile else ''}; "
         f"seed {config.run.seed}"
     )

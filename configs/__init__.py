@@ -7,6 +7,7 @@ flag (`--n-layer`). A mistake in either raises UserError, whose message is one s
 place, what is wrong and what is allowed.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -106,6 +107,8 @@ class RunConfig:
     """Fixes the initialization, the order of the data and dropout."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """auto takes cuda, else mps, else cpu."""
+    tf32: bool = False
+    """On CUDA, products of float32 in TF32: several times as fast, with 10 bits of mantissa in place of 23."""
     compile: bool = False
     """torch.compile the model."""
     activation_checkpointing: bool = False
@@ -132,6 +135,8 @@ class RunConfig:
     """Newest checkpoints to keep beside the best one."""
     wandb: Literal["offline", "online", "disabled"] = "offline"
     """offline writes OUT/wandb without an account; look with `wandb leet`, upload with `wandb sync`."""
+    wandb_keys: Literal["core", "full"] = "full"
+    """What wandb gets of each row: core leaves out what is recorded per depth, layer, head, part or norm."""
     wandb_project: str = "nanonorm"
     """Project in wandb."""
 
@@ -275,6 +280,12 @@ def claimed_name(out_dir: Path, stem: str) -> str:
         except OSError:  # the run itself will say what is wrong
             pass
         return name
+
+
+def give_back_name(config: Config) -> None:
+    """Removes the folder of a run that has not begun, such as a claimed one, if nothing is in it."""
+    with contextlib.suppress(OSError):
+        Path(config.run.out_dir, config.run.run_name).rmdir()
 
 
 def replace(config: Config, section: str, **changes: Any) -> Config:

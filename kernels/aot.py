@@ -35,7 +35,13 @@ from .calls import CALLS
 ARCHES = (80, 90, 100)
 COMPILABLE = (80, 86, 87, 89, 90, 100, 103, 120, 121)  # what has bfloat16 and what Triton's compiler knows
 DIMS = (64, 768, 1024, 4096, 8192)
-SPILL_FREE_UP_TO = 4096
+NO_COMPROMISE_UP_TO = 4096  # D
+SPILLED = 16  # bytes of a thread, four registers of 128
+SHARED = 99 * 1024  # bytes that a program may have on any card
+TRAINING_ROWS = 16384
+PROGRAMS = 2 * 148  # two for each multiprocessor of a B200
+MULTIPROCESSOR = {80: (64, 164), 90: (64, 228), 100: (64, 228), 103: (64, 228)}  # warps, KiB of shared memory
+SMALL_MULTIPROCESSOR = (48, 100)
 
 STREAMS = (torch.bfloat16, torch.float32)
 ROW_ARGUMENTS = {"x", "s", "r", "h", "dr", "dh", "dx", "ds"}
@@ -69,14 +75,35 @@ class Finding:
     float64: int  # instructions
     atomics: int  # instructions
     bytes_per_element: float
+    barriers: int  # in the loop
+    copies: int  # asynchronous ones, in the loop
+    programs: int
+    warps: int  # of one program
+
+    @property
+    def resident(self):
+        """Warps that a multiprocessor holds at once, of its 65,536 registers and its shared memory."""
+        most, kilobytes = MULTIPROCESSOR.get(self.case.arch, SMALL_MULTIPROCESSOR)
+        of_registers = 65536 // (-(-self.registers // 8) * 8 * 32 * self.warps)
+        of_shared = kilobytes * 1024 // (self.shared + 1024)
+        return min(of_registers, of_shared, most // self.warps) * self.warps
 
     def faults(self):
         if self.float64:
             yield f"{self.float64} float64 instructions"
         if self.atomics:
             yield f"{self.atomics} atomic instructions: the bits would depend on the order of the programs"
-        if self.spilled and self.case.D <= SPILL_FREE_UP_TO:
+        if self.shared > SHARED:
+            yield f"{self.shared} bytes of shared memory"
+        if self.spilled > SPILLED and self.case.D <= NO_COMPROMISE_UP_TO:
             yield f"{self.spilled} bytes spilled"
+        if self.kernel == "backward" and self.case.D <= NO_COMPROMISE_UP_TO:
+            if self.barriers > 5 * len(CALLS[self.case.call].norms):
+                yield f"{self.barriers} barriers in the loop"
+            if not self.copies:
+                yield "nothing is loaded ahead"
+            if self.programs < PROGRAMS:
+                yield f"{self.programs} programs are fewer than {PROGRAMS}"
         if self.kernel == "sum_partials":
             return
         limit = self.case.limit(self.kernel)
@@ -147,8 +174,22 @@ def compile_for(kernel, args, options, arch):
     return compiled, [name for name, kind in signature.items() if kind != "constexpr"]
 
 
+def loop_of(ptx):
+    """What the kernel repeats: from the last label that is jumped back to; without one, all of it."""
+    body = ptx
+    for jump in re.finditer(r"\bbra(?:\.uni)?\s+(\$L\w+);", ptx):
+        start = ptx.find(f"\n{jump[1]}:")
+        if 0 < start < jump.start():
+            body = ptx[start : jump.start()]
+    return body
+
+
+LOAD_OR_STORE = r"(?:ld|st)(?:\.\w+)?\.global(?:\.\w+::\w+)*(?:\.v(\d))?\.[bfus](\d+)\s[^\[]*\[\s*(%\w+)"
+COPY = r"cp\.async\.c[ag]\.shared\.global(?:\.\w+::\w+)*\s*\[[^\]]*\],\s*\[\s*(%\w+)[^\]]*\],\s*(\w+)"
+
+
 def accesses(ptx, arguments):
-    """Counter of (argument, bytes) over the global loads and stores of a kernel's PTX.
+    """Counter of (argument, bytes) over a kernel's loads from and stores to global memory, in its loop if it has one.
 
     An address is traced backwards through the instructions that defined it, to the parameter it came from.
     """
@@ -169,10 +210,15 @@ def accesses(ptx, arguments):
         return found - SCALARS
 
     counts = Counter()
-    pattern = r"(?:ld|st)(?:\.\w+)?\.global(?:\.\w+::\w+)*(?:\.v(\d))?\.[bfus](\d+)\s[^\[]*\[\s*(%\w+)"
-    for vector, bits, address in re.findall(pattern, ptx):
+    body = loop_of(ptx)
+    found = [
+        (address, int(vector or 1) * int(bits) // 8)
+        for vector, bits, address in re.findall(LOAD_OR_STORE, body)
+    ]
+    found += [(address, int(size, 0)) for address, size in re.findall(COPY, body)]
+    for address, size in found:
         (argument,) = parameters_behind(address)
-        counts[argument, int(vector or 1) * int(bits) // 8] += 1
+        counts[argument, size] += 1
     return counts
 
 
@@ -191,6 +237,8 @@ def resources(cubin):
 
 def examine(case):
     """The findings of one case: its forward, its backward and the sum of the partials."""
+    from .triton_kernels import Tiles
+
     findings = []
     for kernel, args, options in launches_of(case):
         compiled, arguments = compile_for(kernel, args, options, case.arch)
@@ -202,7 +250,7 @@ def examine(case):
             if argument in ROW_ARGUMENTS:
                 widths[argument].add(width)
                 moved += width * count
-        threads = 32 * compiled.metadata.num_warps
+        warps = compiled.metadata.num_warps
         registers, spilled = resources(compiled.asm["cubin"])
         findings.append(
             Finding(
@@ -214,14 +262,19 @@ def examine(case):
                 widths=dict(widths),
                 float64=len(re.findall(r"\.f64", ptx)),
                 atomics=len(re.findall(r"\b(?:atom|red)\.", ptx)),
-                bytes_per_element=moved * threads / (options["ROWS"] * options["BLOCK"]),
+                barriers=len(re.findall(r"bar\.sync|barrier\.sync", loop_of(ptx))),
+                copies=len(re.findall(COPY, loop_of(ptx))),
+                programs=Tiles.of(case.D).programs(TRAINING_ROWS),
+                warps=warps,
+                bytes_per_element=moved * 32 * warps / (options["ROWS"] * options["BLOCK"]),
             )
         )
     return findings
 
 
 HEADER = f"{'call':15} {'kind':9} {'stream':8} {'D':>5} {'sm':>4} {'kernel':12} " + (
-    f"{'regs':>4} {'shared':>6} {'spilled':>7} {'widths':>6} {'f64':>3} {'bytes/el':>8} {'limit':>5}"
+    f"{'regs':>4} {'shared':>6} {'spilled':>7} {'widths':>6} {'f64':>3} {'bytes/el':>8} {'limit':>5} "
+    f"{'bars':>4} {'async':>5} {'programs':>8} {'warps':>5}"
 )
 
 
@@ -234,10 +287,13 @@ def table_row(finding):
         moved = f"{finding.bytes_per_element:g}"
         limit = case.limit(finding.kernel)
     stream = str(case.stream).removeprefix("torch.")
+    loop = ""
+    if finding.kernel == "backward":
+        loop = f" {finding.barriers:4} {finding.copies:5} {finding.programs:8} {finding.resident:5}"
     return (
         f"{case.call:15} {case.kind:9} {stream:8} {case.D:5} {case.arch:4} {finding.kernel:12} "
         f"{finding.registers:4} {finding.shared:6} {finding.spilled:7} {widths:>6} {finding.float64:3} "
-        f"{moved:>8} {limit:>5}"
+        f"{moved:>8} {limit:>5}{loop}"
     )
 
 

@@ -94,16 +94,19 @@ def backward(
         return dx, ds, dgains.zero_()
     tiles = Tiles.of(D)
     P = tiles.programs(M)
+    stages = tiles.stages(dr, dh, r, s, None if has_sum else out_bias)
     partials = dgains.new_empty(G, P, D)
     with on_device(stats):
         triton_kernels.backward[(P,)](
             *contiguous(dr, dh, r, s, out_weight, out_bias, weight, bias), *factors(a, b, stats.dtype), stats,
             dx, ds, partials, M,
             OUT=out, THEN=then, SUM=has_sum, D=D, CENTRE=kind == "layernorm", STATS=stats.shape[1],
-            ROWS=tiles.rows, BLOCK=tiles.block, **tiles.options,
+            ROWS=tiles.rows, BLOCK=tiles.block, STAGES=stages, **tiles.options,
         )  # fmt: skip
         if G > 0:
-            triton_kernels.sum_partials[(triton.cdiv(D, 32), G)](partials, dgains, P, D=D, ROWS=64, BLOCK=32)
+            triton_kernels.sum_partials[(triton.cdiv(D, 32), G)](
+                partials, dgains, P, D=D, ROWS=256, BLOCK=32, num_warps=16
+            )
     launches["backward"] += 1
     return dx, ds, dgains
 

@@ -66,6 +66,31 @@ def load_gain(pointer, D: tl.constexpr, BLOCK: tl.constexpr, dtype: tl.constexpr
 
 
 @triton.jit
+def add2(a0, a1, b0, b1):
+    return a0 + b0, a1 + b1
+
+
+@triton.jit
+def add3(a0, a1, a2, b0, b1, b2):
+    return a0 + b0, a1 + b1, a2 + b2
+
+
+@triton.jit
+def sum2(a, b):
+    """The sums of two tiles' rows, across a program's warps at once. The interpreter reduces no tuples."""
+    if TRUNCATES:
+        return tl.sum(a, 1), tl.sum(b, 1)
+    return tl.reduce((a, b), 1, add2)
+
+
+@triton.jit
+def sum3(a, b, c):
+    if TRUNCATES:
+        return tl.sum(a, 1), tl.sum(b, 1), tl.sum(c, 1)
+    return tl.reduce((a, b, c), 1, add3)
+
+
+@triton.jit
 def affine(v, weight, bias, D: tl.constexpr, BLOCK: tl.constexpr, dtype: tl.constexpr):
     if weight is not None:
         v *= load_gain(weight, D, BLOCK, dtype)
@@ -100,7 +125,8 @@ def standardize(v, mask, stats, exists, D: tl.constexpr, EPS: tl.constexpr, CENT
     if CENTRE:
         mean = tl.sum(v, 1) / D
         v = centred(v, mean, mask)
-        off, square = tl.sum(v, 1) / D, tl.sum(v * v, 1) / D
+        off, square = sum2(v, v * v)
+        off, square = off / D, square / D
         v -= off[:, None]
         tl.store(stats, mean + off, mask=exists)
         stats += 1
@@ -130,13 +156,14 @@ def projections(g, xh, D: tl.constexpr, CENTRE: tl.constexpr):
     g = dy * weight must be zero in padded lanes, so that the sums are over D lanes. None of them waits for another:
     what the new centre takes from m(g * xh) is m(g) times the old one's error.
     """
-    along = tl.sum(g * xh, 1) / D
-    level = tl.zeros_like(along)
     if CENTRE:
-        level = tl.sum(g, 1) / D
-        off = tl.sum(xh, 1) / D
-        along -= level * off
+        along, level, off = sum3(g * xh, g, xh)
+        level, off = level / D, off / D
+        along = along / D - level * off
         xh -= off[:, None]
+    else:
+        along = tl.sum(g * xh, 1) / D
+        level = tl.zeros_like(along)
     return xh, level[:, None], along[:, None]
 
 
@@ -170,7 +197,7 @@ def forward(
 def backward(
     dr, dh, r, s, out_weight, out_bias, weight, bias, a, b, stats, dx, ds, partials, M,
     OUT: tl.constexpr, THEN: tl.constexpr, SUM: tl.constexpr, D: tl.constexpr, CENTRE: tl.constexpr,
-    STATS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    STATS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """r is the stored sum, or x where SUM is False. N_then's bias is not read: that it exists is enough."""
     acc: tl.constexpr = stats.dtype.element_ty
@@ -183,7 +210,7 @@ def backward(
     if out_weight is not None:
         out_gain = load_gain(out_weight, D, BLOCK, acc)
 
-    for index in range(tl.program_id(0), tl.cdiv(M, ROWS), tl.num_programs(0)):
+    for index in tl.range(tl.program_id(0), tl.cdiv(M, ROWS), tl.num_programs(0), num_stages=STAGES):
         first, inner, mask, exists = tile_at(index, M, D, ROWS, BLOCK)
         tile = first * D
         stat = stats + (first + tl.arange(0, ROWS)) * STATS
@@ -196,11 +223,16 @@ def backward(
         if THEN:
             dnormed = load(dh + tile, inner, mask, acc)
             v = load(r + tile, inner, mask, acc)
+
+        if OUT:
+            branch, out_rstd = restandardize(branch, mask, stat, exists, CENTRE)
+        if THEN:
             if not SUM and s is not None:
                 term = branch
-                if OUT:
-                    term, _ = restandardize(branch, mask, stat, exists, CENTRE)
-                    term = affine(term, out_weight, out_bias, D, BLOCK, acc)
+                if out_weight is not None:
+                    term *= out_gain
+                if out_bias is not None:
+                    term += load_gain(out_bias, D, BLOCK, acc)  # registers are short: it has none of its own
                 v = joined(v, term, a, b, r.dtype.element_ty)
             # N_out's statistics, where there are any, stand before N_then's.
             xh, rstd = restandardize(v, mask, stat + (STATS - 1 - CENTRE), exists, CENTRE)
@@ -221,14 +253,13 @@ def backward(
         if b is not None:
             d *= b
         if OUT:
-            sh, rstd = restandardize(branch, mask, stat, exists, CENTRE)
             g = d * out_gain if out_weight is not None else tl.where(mask, d, 0.0)
-            sh, level, along = projections(g, sh, D, CENTRE)
+            branch, level, along = projections(g, branch, D, CENTRE)
             if out_weight is not None:
-                dout_weight += d * sh
+                dout_weight += d * branch
             if out_bias is not None:
                 dout_bias += d
-            d = rstd * (g - level - sh * along)
+            d = out_rstd * (g - level - branch * along)
         if ds is not None:
             store(ds + tile, inner, d, mask)
 
@@ -262,7 +293,10 @@ def sum_partials(partials, gains, P, D: tl.constexpr, ROWS: tl.constexpr, BLOCK:
 
 
 ELEMENTS_PER_THREAD = 8  # one 16-byte access of bfloat16, two of float32
-BACKWARD_WARPS = 2048  # enough to fill any card's multiprocessors about once, few enough partial sums
+PROGRAMS = 512  # of the backward loop: three for each multiprocessor of the largest cards
+PREFETCH = (
+    80 * 1024
+)  # bytes of shared memory for rows that are on their way; with scratch below any card's 99 KiB
 
 
 class Tiles(NamedTuple):
@@ -277,7 +311,8 @@ class Tiles(NamedTuple):
     def of(cls, D):
         block = triton.next_power_of_2(D)
         rows = min(64, max(1, 1024 // block))
-        return cls(rows, block, min(32, max(1, rows * block // (32 * ELEMENTS_PER_THREAD))))
+        most = 16 if block <= 8192 else 32
+        return cls(rows, block, min(most, max(1, rows * block // (32 * ELEMENTS_PER_THREAD))))
 
     @property
     def options(self):
@@ -288,5 +323,10 @@ class Tiles(NamedTuple):
         return triton.cdiv(M, self.rows)
 
     def programs(self, M):
-        """Programs of the backward loop, and so rows of partial sums."""
-        return min(self.count(M), BACKWARD_WARPS // self.warps)
+        """Programs of the backward loop, and so rows of partial sums: a power of two, with two tiles each or more."""
+        return min(PROGRAMS, max(1, triton.next_power_of_2(self.count(M) // 2 + 1) // 2))
+
+    def stages(self, *loaded):
+        """How many tiles ahead, and one, the backward loop loads; a tile has a row of each of these tensors."""
+        tile = self.rows * self.block * sum(t.element_size() for t in loaded if t is not None)
+        return 1 + min(2, PREFETCH // tile)

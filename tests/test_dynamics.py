@@ -188,11 +188,16 @@ def test_model_flops_utilization_only_where_the_peak_is_known():
     assert peak_flops("NVIDIA H200") == peak_flops("NVIDIA H100 80GB HBM3") == 989e12
     assert peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
     assert peak_flops("NVIDIA L40S") == 362e12
+    assert (peak_flops("Tesla T4"), peak_flops("NVIDIA A10G"), peak_flops("NVIDIA A10")) == (
+        65e12,
+        70e12,
+        125e12,
+    )
+    assert (peak_flops("NVIDIA GH200 480GB"), peak_flops("NVIDIA H20")) == (989e12, 148e12)
     for unknown in (
         "NVIDIA GeForce RTX 4090 Laptop GPU",
         "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
-        "Tesla T4",
-        "NVIDIA A10G",
+        "NVIDIA GeForce RTX 2060",
     ):
         assert peak_flops(unknown) is None
     clock = Clock(1000, 0, 10, peak_rate=1e9)

@@ -87,7 +87,7 @@ def test_rows_around_the_number_of_programs(kind, D):
 
 
 def test_more_rows_than_the_programs_take_at_once(monkeypatch):
-    monkeypatch.setattr(kernels.triton_kernels, "BACKWARD_WARPS", 8)
+    monkeypatch.setattr(kernels.triton_kernels, "PROGRAMS", 2)
     for D in (17, 1002):
         for rows in rows_around_the_number_of_programs(D):
             assert_accurate(Case("sandwich", "layernorm", (rows, D)))

@@ -44,11 +44,30 @@ PTX = """
     add.s64 %rd5, %rd2, %rd3;
     @%p2 st.global.v2.b32 [ %rd5 + 16 ], { %r2, %r3 };
 """
+LOOPING = """
+    ld.param.b64 %rd1, [backward_param_0];
+    cp.async.cg.shared.global [ %r2 + 0 ], [ %rd1 + 0 ], 0x10, %r3;
+$L__BB0_3:
+    bar.sync 0;
+    cp.async.cg.shared.global [ %r4 + 0 ], [ %rd1 + 64 ], 0x10, %r3;
+    @%p12 bra $L__BB0_3;
+    st.global.v4.b32 [ %rd1 + 0 ], { %r1, %r2, %r3, %r4 };
+"""
 
 
 def test_accesses_are_traced_to_their_arguments():
     counts = aot.accesses(PTX, ["x", "y", "M"])
     assert counts == Counter({("x", 16): 1, ("x", 2): 1, ("y", 8): 1})
+    assert aot.accesses(LOOPING, ["x"]) == Counter({("x", 16): 1}), "once for each turn of a loop"
+
+
+def test_resident_warps_follow_from_registers_and_shared_memory():
+    assert finding(registers=96, shared=12_000).resident == 20
+    assert finding(registers=96, shared=100_000).resident == 8
+    assert finding(registers=33, warps=16).resident == 48
+
+
+LOOP = {"kernel": "backward", "bytes_per_element": 16, "barriers": 5, "copies": 4}
 
 
 def finding(**changes):
@@ -63,6 +82,10 @@ def finding(**changes):
         "float64": 0,
         "atomics": 0,
         "bytes_per_element": 12,
+        "barriers": 0,
+        "copies": 0,
+        "programs": 512,
+        "warps": 4,
     }
     return aot.Finding(**(clean | changes))
 
@@ -73,13 +96,17 @@ def finding(**changes):
         ({"bytes_per_element": 16}, "16 bytes per element where the limit is 12"),
         ({"widths": {"x": {8}}}, "x moves in accesses of 8 bytes"),
         ({"widths": {"s": {16, 4}}}, "s moves in accesses of 4 bytes"),
-        ({"spilled": 8}, "8 bytes spilled"),
+        ({"spilled": 24}, "24 bytes spilled"),
+        ({"shared": 1 << 17}, "131072 bytes of shared memory"),
+        ({**LOOP, "barriers": 6}, "6 barriers in the loop"),
+        ({**LOOP, "copies": 0}, "nothing is loaded ahead"),
+        ({**LOOP, "programs": 128}, "128 programs are fewer than 296"),
         ({"float64": 3}, "3 float64 instructions"),
         ({"atomics": 1}, "1 atomic instructions"),
     ],
 )
 def test_each_fault_is_reported(changes, message):
-    assert list(finding().faults()) == []
+    assert list(finding().faults()) == list(finding(**LOOP).faults()) == []
     (fault,) = finding(**changes).faults()
     assert fault.startswith(message)
 

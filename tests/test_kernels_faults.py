@@ -218,7 +218,7 @@ def poisoned_memory():
 )
 def test_15_everything_that_goes_out_is_written(poisoned_memory, monkeypatch, name, rows):
     """Tiles of 64 rows in up to two programs: one, both with equal work, or with unequal work."""
-    monkeypatch.setattr(triton_kernels, "BACKWARD_WARPS", 2 * Tiles.of(5).warps)
+    monkeypatch.setattr(triton_kernels, "PROGRAMS", 2)
     case = Case(name, "layernorm", (rows, 5), *MIXED)
     for name, value in run(call, case, case.inputs(), case.gradients()).items():
         assert not value.isnan().any(), name
@@ -239,9 +239,12 @@ def test_16_the_partial_sums_do_not_depend_on_the_card(monkeypatch):
         assert torch.equal(value, exact[name]), name
     for D in (1, 64, 768, 4096, kernels.MAX_D):
         tiles = Tiles.of(D)
-        for rows in (1, 100, 1 << 24):
-            assert 1 <= tiles.programs(rows) <= tiles.count(rows)
-            assert tiles.programs(rows) * tiles.warps <= 2048
+        for rows in (1, 3, 100, 1 << 24):
+            P = tiles.programs(rows)
+            assert 1 <= P <= tiles.count(rows)
+            assert P & (P - 1) == 0, "one step for many lengths: nearly equal batches are summed alike"
+        if D > 1:
+            assert tiles.programs(16384) >= 2 * 148, "every multiprocessor of the largest card has two"
 
 
 def test_17_more_than_65535_rows(monkeypatch):

@@ -135,6 +135,29 @@ def test_wandb_has_the_rows_up_to_a_checkpoint_when_it_is_written(tmp_path, monk
     assert service.steps == [0, 1, 2, 4, 6, 8, 10, 12]
 
 
+def test_core_keys_leave_out_what_is_recorded_at_every_depth(tmp_path):
+    row = {
+        "iter": 3,
+        "tokens": 9,
+        "train/loss": 1.0,
+        "my/x": 2.0,
+        "residual_rms/embed": 3.0,
+        "grad_norm/norms": 4.0,
+    }
+    row |= {"attn_entropy/layer_00": 5.0, "gain/entry.max": 6.0, "logsumexp": 7.0}
+    given = {}
+    for keys in ("core", "full"):
+        config = load_config([*FLAGS, "--wandb", "disabled", "--wandb-keys", keys])
+        t = Tracker(tmp_path / keys, config, {}, None)
+        t.path.parent.mkdir()
+        t.run = Service()
+        t.run.log = lambda numbers, keys=keys, **_: given.update({keys: numbers.keys() - {"_timestamp"}})
+        t.log(row)
+        assert read_metrics(t.path) == [row]
+    assert given["core"] == {"tokens", "train/loss", "my/x", "logsumexp"}
+    assert given["full"] == row.keys() - {"iter"}
+
+
 class BrokenService:
     id = "abc"
 

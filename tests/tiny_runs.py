@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 import train as script
+from base.cli import UserError
 from training import checkpoint
 from training.tracker import read_metrics
 from training.trainer import Trainer
@@ -57,11 +58,14 @@ def recipe(folder: Path, steps: int = STEPS) -> Path:
 
 
 def train(*argv) -> int:
-    """The exit code of train.py, run in this process."""
+    """The exit code of train.py, run in this process, and what it says of a mistake on standard error."""
     try:
         script.main([str(a) for a in argv])
     except SystemExit as e:
         return e.code or 0
+    except UserError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
     return 0
 
 

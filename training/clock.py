@@ -8,11 +8,17 @@ import torch
 from model import GPT, Linear
 from training.trainer import Trainer
 
-# Dense bfloat16 FLOP/s with float32 accumulation, from the vendors' data sheets; the first name that fits counts.
+# Dense bfloat16 FLOP/s (T4, V100: float16) with float32 accumulation, from the vendors' data sheets. The first
+# name that fits counts.
 PEAK_FLOPS = {
+    "GB300": 2500e12,
+    "GB200": 2500e12,
+    "B300": 2250e12,
     "B200": 2250e12,
+    "GH200": 989e12,
     "H200 NVL": 835e12,
     "H200": 989e12,
+    "H20": 148e12,
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
     "H100": 989e12,
@@ -20,9 +26,15 @@ PEAK_FLOPS = {
     "L40S": 362e12,
     "L40": 181e12,
     "L4": 121e12,
+    "A10G": 70e12,
     "A10": 125e12,
+    "RTX 6000 Ada": 364e12,
+    "RTX 5090": 209e12,
     "RTX 4090": 165e12,
     "RTX 3090": 71e12,
+    "V100-SXM2": 125e12,
+    "V100-PCIE": 112e12,
+    "T4": 65e12,
 }
 
 

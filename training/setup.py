@@ -32,6 +32,7 @@ def start(config: Config) -> tuple[Config, Runtime]:
         )
     if kind == "cpu":
         keep_freed_memory()
+    torch.backends.cuda.matmul.allow_tf32 = config.run.tf32
     check_division(config, world)
     config = replace(config, "model", dtype=choose_dtype(config.model.dtype, device, config.model.n_embd))
     problem = kernels.triton_problem(kind, config.model.n_embd)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from configs import Config
+from training.metrics import parse
 
 WANDB_ROOM = 2**20  # bytes that an offline run is left, enough for a step's numbers and for its end
 WANDB_SECONDS = 15.0  # between two times that wandb is given rows; its service writes them as often
@@ -73,6 +74,7 @@ class Tracker:
         self.path = run_dir / "metrics.jsonl"
         self.wandb_id, self.run = wandb_id, None
         self.offline, self.wandb_dir = config.run.wandb == "offline", run_dir / "wandb"
+        self.core = config.run.wandb_keys == "core"
         self.unwritten = b""
         self.waiting: list[dict[str, Any]] = []
         self.handed = -math.inf
@@ -151,8 +153,12 @@ class Tracker:
                 for row in rows:
                     if self.offline:
                         self.check_room()
-                    numbers = {k: v for k, v in row.items() if k != "iter"}
+                    numbers = {k: v for k, v in row.items() if k != "iter" and self.wanted(k)}
                     self.run.log(numbers, step=row["iter"], commit=True)  # else wandb keeps the last one back
+
+    def wanted(self, name: str) -> bool:
+        """Whether wandb gets a number of this name."""
+        return not self.core or parse(name)[0].per == "run"
 
     def append(self, line: bytes) -> None:
         """Whole lines or nothing; what a failing disk does not take is told once and tried again with the next."""
