@@ -70,7 +70,7 @@ def test_what_a_stage_found_before_it_failed_is_kept(tmp_path, monkeypatch):
         ("first", "<= 2", "1", True),
         ("second", "<= 2", "3", False),
     ]
-    assert "| | second | <= 2 | 3 | **not so** |" in prove_gpu.table({"bench": ("done", checks)})
+    assert "| | second | &lt;= 2 | 3 | **not so** |" in prove_gpu.table({"bench": ("done", checks)})
 
 
 def test_the_speeds_are_ratios_within_a_round(monkeypatch):

@@ -136,8 +136,11 @@ steps: Steps  # in the process of a side
 def begin(make: Callable[..., Steps], *arguments) -> str:
     """Makes the steps of this process, warmed up. The name of their device."""
     global steps
-    steps = make(*arguments)
-    steps.seconds(WARM_UP)
+    try:
+        steps = make(*arguments)
+        steps.seconds(WARM_UP)
+    except Exception as e:  # the compiler's own cannot be sent to another process
+        raise e if isinstance(e, UserError) else RuntimeError(f"{type(e).__name__}: {e}") from None
     device = steps.trainer.runtime.device.type
     return torch.cuda.get_device_name() if device == "cuda" else device
 

@@ -6,11 +6,13 @@ The stages follow each other, each in a process of its own and with a time limit
 does not stop the next. DIR/STAGE.json holds what a stage has found, DIR/STAGE.log what it printed, and DIR/table.md
 the table that is printed last. An H200 should need less than eight minutes, most of it for compilation (not measured).
 
-Needed: torch 2.11 or newer with CUDA, triton, numpy, pytest, and the wheels pydantic, safetensors, tiktoken and tqdm;
-pytest-xdist makes the tests faster. No data set and no network. Exit code 1 if something is not as expected.
+Needed: torch 2.11 or newer with CUDA, triton, numpy, and the wheels pydantic, safetensors, tiktoken, tqdm, pytest and
+hypothesis; pytest-xdist makes the tests faster. No data set and no network. Exit code 1 if something is not as
+expected.
 """
 
 import contextlib
+import itertools
 import json
 import os
 import platform
@@ -25,6 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from pydantic.dataclasses import dataclass
@@ -35,6 +38,7 @@ from base.timing import relative
 from configs import load_config, replace
 from tools.against_nanogpt import compete, load_nanogpt, peer_steps, summary, with_data
 from tools.claims.claim import Check, at_least, at_most, equal, figure
+from tools.claims.page import cell
 from tools.profile.steps import matrix_rate, steps_of
 from training.clock import peak_flops
 from training.probe import Probe
@@ -100,10 +104,13 @@ def tests(*chosen: str) -> Callable[[Options], Iterator[Check]]:
             ["-n", "8"] if subprocess.run([sys.executable, "-c", "import xdist"]).returncode == 0 else []
         )
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *workers, *chosen]
-        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-        print(done.stdout)
-        yield figure("pytest", done.stdout.strip().splitlines()[-1])
-        yield equal("its exit code", done.returncode, 0)
+        last = ""
+        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+            for line in process.stdout:
+                print(line, end="", flush=True)
+                last = line.strip() or last
+        yield figure("pytest", last)
+        yield equal("its exit code", process.returncode, 0)
 
     return find
 
@@ -116,7 +123,8 @@ def bench(asked: Options) -> Iterator[Check]:
     report = json.loads(file.read_text(encoding="utf-8"))
     ours: dict[str, float] = {}
     for row in report["results"]:
-        what = " ".join(str(row.get(part)) for part in ("call", "kind", "stream", "rows", "D", "direction"))
+        parts = ("call", "kind", "stream", "rows", "D", "direction")
+        what = " ".join(str(row[part]) for part in parts if part in row)
         if "problem" in row:
             yield equal(f"{what}: {row['contender']}", row["problem"], "")
         elif row["contender"] == "ours":
@@ -226,7 +234,32 @@ def peak_gib(work: Callable[[], object]) -> float:
     return torch.cuda.max_memory_allocated() / 2**30
 
 
-KERNEL_TESTS = ("tests/test_kernels.py", "tests/test_kernels_accuracy.py", "tests/test_kernels_ops.py")
+def sweep(asked: Options) -> Iterator[Check]:
+    """The backward of pre-norm's join, by its number of programs and of tiles loaded ahead, at a step's rows."""
+    from kernels import bench
+    from kernels.triton_kernels import Tiles
+
+    def microseconds(D: int) -> float:
+        rows = bench.measure("pre", "rmsnorm", torch.bfloat16, bench.GPU_ROWS, D, "cuda", 10, compiled=False)
+        ours = [row for row in rows if row["contender"] == "ours" and row["direction"] == "backward"]
+        return 1e6 * ours[0]["seconds"]
+
+    for D in (768, 2048, 4096, 8192):
+        times, chosen = {}, microseconds(D)
+        for programs, stages in itertools.product((128, 256, 512, 1024, 2048), (1, 2, 3)):
+            fixed = {"programs": lambda self, M, n=programs: min(self.count(M), n)}
+            fixed["stages"] = lambda self, *loaded, n=stages: n
+            with mock.patch.multiple(Tiles, create=True, **fixed):
+                times[f"{programs} programs, {stages} stages"] = microseconds(D)
+        best = min(times, key=times.get)
+        told = ", ".join(f"{name}: {time:.1f}" for name, time in times.items())
+        yield figure(f"D {D}: microseconds as chosen, and otherwise", f"{chosen:.1f}; {told}")
+        yield at_most(f"D {D}: as chosen over the best, {best}", chosen / times[best], 1.05)
+
+
+KERNEL_TESTS = sorted(
+    str(file) for file in (ROOT / "tests").glob("test_kernels*.py") if "aot" not in file.stem
+)
 STAGES = {
     "machine": Stage(machine, 60, needs_cuda=False),
     "kernels": Stage(
@@ -237,6 +270,7 @@ STAGES = {
     "speed": Stage(speed, 300),
     "equal_losses": Stage(equal_losses, 150),
     "memory": Stage(memory, 90),
+    "sweep": Stage(sweep, 120),
 }
 
 
@@ -285,10 +319,9 @@ def table(found: dict[str, tuple[str, list[Check]]]) -> str:
     lines = ["| stage | | expected | came | |", "|---|---|---|---|---|"]
     for name, (ended, checks) in found.items():
         lines.append(f"| **{name}** | | | {ended} | |")
-        lines += [
-            f"| | {c.what} | {c.expected} | {c.measured} | {'' if c.holds else '**not so**'} |"
-            for c in checks
-        ]
+        for check in checks:
+            texts = (cell(text) for text in (check.what, check.expected, check.measured))
+            lines.append(f"| | {' | '.join(texts)} | {'' if check.holds else '**not so**'} |")
     return "\n".join(lines)
 
 
