@@ -169,7 +169,7 @@ def test_sliders_and_choices(opened, four):
     assert trace(tab, "time-residual_rms", "y") == [3, 3, 3, 3, 60]
     assert trace(tab, "time-attn_logit_max", "y") == [0.5, 0.5, 0.5, 0.5, 8], "of the layer"
     tab.locator("#heat-quantity").select_option("angle_deg")
-    draw(tab)
+    draw(tab, "heat-0")
     assert tab.evaluate("document.getElementById('heat-0').data[0].zmax") == 40
     assert tab.locator("#heat-high").inner_text() == "40"
     tab.emulate_media(color_scheme="dark")
@@ -186,6 +186,7 @@ def test_one_x_axis_for_the_page(opened, four):
         tab.locator("#axis").select_option(axis)
         for chart in ("loss", "curve-train_lr", "time-residual_rms"):
             assert trace(tab, chart, "x")[-1] == pytest.approx(last, rel=1e-4), chart
+        draw(tab, "heat-0")
         assert tab.evaluate("document.getElementById('heat-0').data[0].x.at(-1)") == pytest.approx(
             last, rel=1e-4
         )
@@ -197,7 +198,7 @@ def test_the_band_and_the_caption_name_the_layer_of_the_extreme(opened, four, tm
     main([str(write_run(tmp_path / "a", rows)), "-o", str(tmp_path / "a.html")])
     tab = opened(tmp_path / "a.html")
     low = "document.getElementById('time-attn_entropy').data[0]"
-    draw(tab)
+    draw(tab, "time-attn_entropy", "time-residual_rms")
     assert tab.evaluate(f"{low}.y") == [5, 5, 1.07, 5, 5]
     assert tab.evaluate(f"{low}.text")[2] == "layer_01"
     caption = tab.locator("figure", has=tab.locator("#time-attn_entropy")).locator(".extreme")
@@ -208,7 +209,7 @@ def test_the_band_and_the_caption_name_the_layer_of_the_extreme(opened, four, tm
 
 def test_reference_lines(opened, four):
     tab = opened(four)
-    draw(tab)
+    draw(tab, "loss", "curve-train_grad_norm", "time-attn_entropy", "profile-angle_deg")
 
     def names(chart):
         return tab.evaluate(
@@ -246,7 +247,6 @@ def test_hovering_lifts_a_run_and_reads_all_out_in_order(opened, four):
 
 def test_a_zoom_is_kept_linked_and_undone(opened, four):
     tab = opened(four)
-    draw(tab)
     reset = tab.locator("#reset")
     assert reset.is_disabled()
     tab.evaluate(
@@ -321,7 +321,7 @@ def test_colours_by_a_setting_and_seeds_as_mean_and_band(opened, tmp_path):
         "post1 (3 seeds)",
         "pre1 (3 seeds)",
     ]
-    draw(tab)
+    draw(tab, "loss")
     label = "pre1 (3 seeds)"
     curves = tab.evaluate(
         f"document.getElementById('loss').data.filter((t) => t.meta === '{label}').slice(0, 3).map((t) => t.y[0])"
@@ -339,7 +339,7 @@ def test_a_run_that_diverged_flattens_no_other(opened, tmp_path):
     )
     main([str(good), str(bad), "-o", str(tmp_path / "d.html")])
     tab = opened(tmp_path / "d.html")
-    draw(tab)
+    draw(tab, "loss")
     assert tab.evaluate("document.getElementById('loss')._fullLayout.yaxis.range[1]") < 6
     mark = tab.evaluate(
         "document.getElementById('loss').data.filter((t) => t.marker && t.marker.symbol === 'x')"
@@ -350,7 +350,7 @@ def test_a_run_that_diverged_flattens_no_other(opened, tmp_path):
     assert texts(tab, "#runs small")[1] == "diverged at step 11"
     assert texts(tab, "#table td:nth-child(2)") == ["done", "diverged at step 11"]
     tab.locator("#whole").check()
-    draw(tab)
+    draw(tab, "loss")
     assert tab.evaluate("document.getElementById('loss')._fullLayout.yaxis.range[1]") > 400
 
 
@@ -367,7 +367,7 @@ def test_a_spike_of_one_row_is_seen_in_the_loss_and_in_the_heat_map(opened, tmp_
     rows[12_345] |= {"train/loss": 9.0, "residual_rms/embed": 40.0, "spike": 1}
     main([str(write_run(tmp_path / "a", rows, n_layer=1)), "-o", str(tmp_path / "s.html")])
     tab = opened(tmp_path / "s.html")
-    draw(tab)
+    draw(tab, "loss", "heat-0")
     loss = tab.evaluate("document.getElementById('loss').data[0]")
     assert dict(zip(loss["x"], loss["y"], strict=True))[12_345] == 9.0
     high = tab.evaluate("document.getElementById('loss')._fullLayout.yaxis.range[1]")
@@ -386,7 +386,7 @@ def test_a_spike_of_one_row_is_seen_in_the_loss_and_in_the_heat_map(opened, tmp_
 
 
 def test_long_lines_have_no_markers_and_are_smoothed(opened, tmp_path):
-    rows = [{"iter": i, "train/loss": 2.0 + i % 2, "val/loss": 2.0} for i in range(100)]
+    rows = [{"iter": i, "train/loss": 2.0 + i % 2, "val/loss": 2.0} for i in range(200)]
     main([str(write_run(tmp_path / "a", rows, n_layer=1)), "-o", str(tmp_path / "s.html")])
     tab = opened(tmp_path / "s.html")
     modes = "document.getElementById('loss').data.map((t) => t.mode).filter((m) => m !== 'markers')"
@@ -394,7 +394,7 @@ def test_long_lines_have_no_markers_and_are_smoothed(opened, tmp_path):
     last = "document.getElementById('loss').data[1].y.slice(-2)"
     assert all(2.3 < y < 2.7 for y in tab.evaluate(last))
     tab.locator("#smooth").fill("0")
-    draw(tab)
+    draw(tab, "loss")
     assert tab.evaluate("document.getElementById('loss').data[0].y.slice(-2)") == [2, 3]
 
 

@@ -47,7 +47,7 @@ def by_run(runs: Sequence[Run], about: Callable[[Run], Iterator[str]]) -> Iterat
 
 
 def number(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
+    return f"{value:,.0f}" if 10_000 <= abs(value) < 1e9 else f"{value:.4g}"
 
 
 def listing(parts: Sequence[str], most: int = 6) -> str:
@@ -192,7 +192,7 @@ def excursion(run: Run, quantity: Quantity, is_loss: bool) -> Iterator[tuple[flo
     usual = usual_values(values)
     with np.errstate(divide="ignore", invalid="ignore"):
         excess = (values - usual) / LOSS_SPIKE if is_loss else values / usual / SPIKE
-    excess[~np.isfinite(excess) | (steps <= run.warmup)[:, None]] = 0
+    excess[~np.isfinite(excess)] = 0
     row, column = np.unravel_index(np.argmax(excess), excess.shape)
     if excess[row, column] > 1:
         place = table.places[column].text
@@ -328,7 +328,8 @@ def when(steps: np.ndarray, rows: np.ndarray) -> str:
 
 
 def contrasts(runs: Sequence[Run], told: Sequence[str]) -> Iterator[str]:
-    """Quantities whose extremes at the end are far apart between the runs."""
+    """Quantities whose extremes at the end are far apart between the runs that have not diverged."""
+    runs = [run for run in runs if run.state != "diverged"]
     for quantity in recorded(runs):
         if quantity.scale != "log" or quantity.per not in ("depth", "layer") or quantity.name in told:
             continue

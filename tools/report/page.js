@@ -10,7 +10,8 @@ const state = {
   hidden: new Set(), step: null, place: "median", heat: null, axis: "steps", log: false, whole: false, smooth: 0.8,
   colour: "run", dash: "run", seeds: false, find: "", zoom: null, resets: 1, sort: "val loss", falling: false,
 };
-const FEW = 30; // points up to which a line shows them, and from which it can be smoothed
+const FEW = 30; // points up to which a line shows them
+const MANY = 100; // points from which it is smoothed
 const SVG_DASHES = { solid: "", dash: "7 4", dot: "2 3" };
 const GAIN_MARKERS = {
   next_norm: "circle", post_norm: "diamond", out_norm: "square", q_norm: "triangle-up", k_norm: "triangle-down",
@@ -20,8 +21,11 @@ const matches = (run) => state.find.toLowerCase().split(/\s+/)
   .every((word) => `${run.label} ${Object.values(run.settings).join(" ")}`.toLowerCase().includes(word));
 const shown = () => entities.filter((run) => !state.hidden.has(run.label) && matches(run));
 const last = (list) => list[list.length - 1];
-const number = (v) => (v === null || v === undefined ? "–"
-  : v.toLocaleString("en", Number.isInteger(v) ? {} : { maximumSignificantDigits: 4 }));
+const number = (v) => {
+  if (v === null || v === undefined) return "–";
+  if (Math.abs(v) >= 1e12 || (v !== 0 && Math.abs(v) < 1e-4)) return v.toExponential(3);
+  return v.toLocaleString("en", Number.isInteger(v) ? {} : { maximumSignificantDigits: 4 });
+};
 
 function make(tag, text = "", attributes = {}) {
   const element = document.createElement(tag);

@@ -33,7 +33,7 @@ function curveTraces(run, curve, title, look) {
       { ...common, x, y: curve.values, mode: "lines", line: { color, dash, width: 2 } }];
   }
   const mode = curve.steps.length <= FEW ? "lines+markers" : "lines";
-  const smooth = state.smooth > 0 && curve.steps.length > FEW && look.smooth;
+  const smooth = state.smooth > 0 && curve.steps.length > MANY && look.smooth;
   const raw = { ...common, x, y: curve.values, mode, marker: { size: 5, color }, line: { color, dash, width: look.width } };
   if (!smooth) return [raw];
   const [steps, values] = curve.mean || [curve.steps, curve.values];
