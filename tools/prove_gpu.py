@@ -249,7 +249,7 @@ def sweep(asked: Options) -> Iterator[Check]:
         for programs, stages in itertools.product((128, 256, 512, 1024, 2048), (1, 2, 3)):
             fixed = {"programs": lambda self, M, n=programs: min(self.count(M), n)}
             fixed["stages"] = lambda self, *loaded, n=stages: n
-            with mock.patch.multiple(Tiles, create=True, **fixed):
+            with mock.patch.multiple(Tiles, **fixed):
                 times[f"{programs} programs, {stages} stages"] = microseconds(D)
         best = min(times, key=times.get)
         told = ", ".join(f"{name}: {time:.1f}" for name, time in times.items())

@@ -33,6 +33,7 @@ LAYOUTS = [
     for placement in PLACEMENTS
     for qk_norm in ("off", "head", "full")
 ]
+LAYOUTS += [{"norm": kind, "embed_norm": True, "tie_embeddings": False} for kind in NAMES]
 
 
 def width_of(name: str, config: ModelConfig) -> int:

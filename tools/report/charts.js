@@ -122,7 +122,7 @@ function enlarge(id, title) {
   const css = getComputedStyle(document.documentElement);
   $("enlarged").showModal();
   Plotly.newPlot("large", traces, layout({
-    ...changes, title: { text: title }, showlegend: true, legend: { orientation: "h", y: -0.12, yanchor: "top" },
+    ...changes, title: { text: title }, showlegend: true, legend: { orientation: "h", traceorder: "normal", y: -0.12, yanchor: "top" },
     margin: { l: 60, r: 20, t: 50, b: 50 }, paper_bgcolor: css.getPropertyValue("--panel").trim(),
   }), { displayModeBar: false, responsive: true });
   const save = (format) => Plotly.downloadImage("large", { format, filename: id, width: 1200, height: 750, scale: 2 });
