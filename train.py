@@ -296,11 +296,13 @@ def farewell(run: Run, tracker: Tracker | None) -> None:
     places = {
         f"python -m tools.sample {run_dir}": "more text",
         f"python -m tools.report {run_dir}": "a page of what happened inside",
-        f"wandb leet {run_dir}/wandb": "every curve, in the terminal",
+        f"wandb leet {run_dir}/wandb": "every curve, in the terminal; /loss finds the losses",
         f"{run_dir}/metrics.jsonl": "the same numbers, a JSON object per step",
     }
     if not (tracker and tracker.run):
         del places[f"wandb leet {run_dir}/wandb"]
+    elif tracker.resumed:
+        places[f"wandb leet {run_dir}/wandb"] += " (of this start alone; the page has all)"
     width = max(map(len, places))
     tell("\nwhere to look next:")
     tell("\n".join(f"    {place:{width}}    {what}" for place, what in places.items()))

@@ -81,6 +81,8 @@ def test_a_deep_run_has_a_short_table_with_what_is_unusual_in_it():
         "layer_30.mlp": "stream RMS above 10 times the median",
     }
     assert lines[-1] == "unusual: 3 of 97 depths"
+    tied = {"grad_norm/embed": 12.0}  # the head's gradient, too
+    assert depth_table(*run_of(48, **tied)).splitlines()[-1] == "nothing unusual at any depth"
     everywhere = {f"residual_rms/{depth}": None for depth in depth_names(48)}
     assert len(depth_table(*run_of(48, **everywhere)).splitlines()) == TABLE_LINES
 

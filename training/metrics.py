@@ -23,7 +23,10 @@ BOOKKEEPING = ("iter", "tokens", "spike", "diverged")  # what stands in a row an
 Row = Mapping[str, float | None]  # of metrics.jsonl; None: the number was not finite
 TABLE_LINES = 13  # of `depth_table`, with its heading and its last sentence
 ODD_LOGIT = 50.0  # a larger attention logit is unusual,
-ODD_FACTOR = 10.0  # and so is a value so many times the median over depths
+ODD_FACTORS = {
+    "residual_rms": 10.0,
+    "grad_norm": 100.0,
+}  # and so is a value so many times the median over depths
 
 
 def branch_names(n_layer: int) -> list[str]:
@@ -176,7 +179,7 @@ def depth_table(first: Row, last: Row, most: int = TABLE_LINES) -> str:
     """Stream RMS, gradient norm and largest attention logit at each depth, the first and the last that a run has seen.
 
     first, last: names and values. No more than `most` lines, the last of them a sentence about what is unusual:
-    what is not finite, logits above ODD_LOGIT, values above ODD_FACTOR times the median over all depths.
+    what is not finite, logits above ODD_LOGIT, values above ODD_FACTORS times the median over all depths.
     """
     titles = {"residual_rms": "stream RMS", "grad_norm": "gradient norm", "attn_logit_max": "largest logit"}
     columns: dict[str, dict[str, str]] = {name: {} for name in titles}  # name, depth: key
@@ -209,8 +212,10 @@ def oddities(name: str, values: dict[str, float | None]) -> dict[str, str]:
     """What is unusual in one column of the table, by depth."""
     finite = sorted(v for v in values.values() if v is not None)
     median = finite[len(finite) // 2] if finite else 0.0
-    limit = ODD_LOGIT if name == "attn_logit_max" else ODD_FACTOR * median
-    over = f"above {ODD_LOGIT:g}" if name == "attn_logit_max" else f"above {ODD_FACTOR:g} times the median"
+    factor = ODD_FACTORS.get(name)
+    limit, over = ODD_LOGIT, f"above {ODD_LOGIT:g}"
+    if factor:
+        limit, over = factor * median, f"above {factor:g} times the median"
     return {d: "not finite" if v is None else over for d, v in values.items() if v is None or v > limit}
 
 

@@ -73,6 +73,7 @@ class Tracker:
     def __init__(self, run_dir: Path, config: Config, facts: dict[str, Any], wandb_id: str | None):
         self.path = run_dir / "metrics.jsonl"
         self.wandb_id, self.run = wandb_id, None
+        self.resumed = wandb_id is not None
         self.offline, self.wandb_dir = config.run.wandb == "offline", run_dir / "wandb"
         self.core = config.run.wandb_keys == "core"
         self.unwritten = b""
