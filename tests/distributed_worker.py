@@ -1,6 +1,7 @@
 """What test_distributed.py runs under torchrun.
 
 torchrun ... tests/distributed_worker.py compare RECIPE RESULT.json   ten steps of every case, side by side
+torchrun ... tests/distributed_worker.py compiled RECIPE RESULT.json  four steps of compiled models
 torchrun ... tests/distributed_worker.py fail ARGUMENTS               train.py, whose second process fails
 torchrun ... tests/distributed_worker.py slow-disk ARGUMENTS          train.py, asked to stop; saving takes seconds
 torchrun ... tests/distributed_worker.py full-disk ARGUMENTS          the same; only the first checkpoint has room
@@ -100,6 +101,24 @@ def compare(recipe: str, result: str) -> None:
     exit_now(0)
 
 
+def compiled(recipe: str, result: str) -> None:
+    """The losses of a few steps, and where Dynamo has given up a graph."""
+    _, runtime = start(load_config([recipe]))
+    found = {}
+    for parallel in ("ddp", "fsdp"):
+        torch._dynamo.utils.counters.clear()
+        config = load_config([recipe, "--dropout", "0", "--compile", "--parallel", parallel])
+        trainer = Trainer(config, runtime, open_dataset(config.data.dataset))
+        losses = [fetch(trainer.step(index, index % 2 == 0))["train/loss"] for index in range(4)]
+        counters = torch._dynamo.utils.counters
+        graphs = counters["stats"]["unique_graphs"]
+        found[parallel] = {"losses": losses, "breaks": dict(counters["graph_break"]), "graphs": graphs}
+    if runtime.is_main:
+        Path(result).write_text(json.dumps(found))
+    leave_group()
+    exit_now(0)
+
+
 def fail(*argv: str) -> None:
     step = Trainer.step
 
@@ -147,5 +166,11 @@ def full_disk(*argv: str) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    modes = {"compare": compare, "fail": fail, "slow-disk": slow_disk, "full-disk": full_disk}
+    modes = {
+        "compare": compare,
+        "compiled": compiled,
+        "fail": fail,
+        "slow-disk": slow_disk,
+        "full-disk": full_disk,
+    }
     modes[sys.argv[1]](*sys.argv[2:])

@@ -13,6 +13,8 @@ from distributed_worker import CASES, measure
 from tiny_runs import before_step, finish, launch, recipe, rows, saved, start, train, wait_for
 
 from configs import load_config
+from data import open_dataset
+from training.dynamics import fetch
 from training.parallel import Runtime
 from training.run import EXIT_STOPPED
 from training.setup import accumulation
@@ -259,10 +261,16 @@ def test_a_mistake_is_told_once_and_the_code_is_2(tmp_path, flags, says):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_compiled_processes_train_as_one(tmp_path, parallel):
-    argv = (recipe(tmp_path),)
-    assert train(*argv, "--run-name", "whole", "--dropout", "0") == 0
-    code, _, error = launch(*argv, "--dropout", "0", "--compile", "--parallel", parallel, processes=2)
+def test_compiled_processes_train_as_one_without_a_graph_break(tmp_path):
+    file, result = recipe(tmp_path), tmp_path / "result.json"
+    code, _, error = finish(
+        start("compiled", file, result, processes=2, program="tests/distributed_worker.py")
+    )
     assert code == 0, error
-    assert_same_course(tmp_path / "tiny", tmp_path / "whole")
+    config = load_config([str(file), "--dropout", "0"])
+    alone = Trainer(config, ALONE, open_dataset(config.data.dataset))
+    losses = [fetch(alone.step(index, False))["train/loss"] for index in range(4)]
+    for parallel, found in json.loads(result.read_text()).items():
+        assert found["losses"] == pytest.approx(losses, rel=1e-4), parallel
+        assert found["breaks"] == {}, parallel
+        assert 2 <= found["graphs"] <= 8, f"{parallel}: one for each kind of part, whatever their number"

@@ -1,6 +1,7 @@
 """One run on several processes: how they meet, agree and end, and one model on all of them."""
 
 import contextlib
+import inspect
 import os
 import socket
 import sys
@@ -222,6 +223,15 @@ def recompute(model: GPT) -> None:
         branch.forward = partial(checkpoint, branch.forward, use_reentrant=False)
 
 
+def compile_parts(model: GPT) -> None:
+    """Compiles what FSDP's hooks, which no graph can hold, stand between: every branch and every join.
+
+    Their forward alone, as hooks are called before and after it.
+    """
+    for module in (*model.branches, *model.joins):
+        module.forward = torch.compile(module.forward)
+
+
 def shard(model: GPT, runtime: Runtime) -> None:
     """FSDP2 in place: every branch is a unit, and the root holds the embedding, the joins and the head."""
     # These take half as long to import as torch itself.
@@ -252,9 +262,9 @@ def reshard(model: GPT) -> None:
 def replicate(module: nn.Module, runtime: Runtime) -> nn.Module:
     """DistributedDataParallel; gradients are averaged over the processes by backward."""
     devices = [runtime.device.index] if runtime.device.type == "cuda" else None
-    return DistributedDataParallel(
-        module, device_ids=devices, gradient_as_bucket_view=True, broadcast_buffers=False
-    )
+    name = "forward_sync_buffers"  # of torch 2.13 on; buffers are equal by construction
+    name = name if name in inspect.signature(DistributedDataParallel).parameters else "broadcast_buffers"
+    return DistributedDataParallel(module, device_ids=devices, gradient_as_bucket_view=True, **{name: False})
 
 
 def pool_statistics(model: GPT, runtime: Runtime) -> None:

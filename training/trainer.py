@@ -23,6 +23,7 @@ from training.optimizer import learning_rate, make_optimizer
 from training.parallel import (
     Runtime,
     assign,
+    compile_parts,
     pool_statistics,
     recompute,
     replicate,
@@ -96,14 +97,17 @@ class Trainer:
 
     def wrapped(self) -> tuple[Observed, torch.nn.Module]:
         """The model with its statistics, as evaluation runs it and, wrapped for several processes, as training does."""
+        several, compiles = self.runtime.world > 1, self.config.run.compile
+        fsdp = several and self.config.run.parallel == "fsdp"
         pool_statistics(self.model, self.runtime)
+        if fsdp and compiles:
+            compile_parts(self.model)
         if self.config.run.activation_checkpointing:
             recompute(self.model)
-        several, fsdp = self.runtime.world > 1, self.config.run.parallel == "fsdp"
-        if several and fsdp:
+        if fsdp:
             shard(self.model, self.runtime)
         observed = Observed(self.model, self.config.optim.z_loss)
-        if self.config.run.compile:
+        if compiles and not fsdp:
             observed.compile()
         return observed, replicate(observed, self.runtime) if several and not fsdp else observed
 
