@@ -28,7 +28,7 @@ from base import cli
 from base.cli import UserError
 from configs import Config, give_back_name, load_config
 from data import Dataset
-from model import PLACEMENTS
+from model import NORMS, PLACEMENTS, ModelConfig
 from training.clock import Clock, flops_per_token, peak_rate
 from training.divergence import EXIT_CODE, Diverged, Guard, replay
 from training.dynamics import fetch
@@ -223,7 +223,8 @@ def describe(trainer: Trainer, dataset: Dataset, tell) -> None:
         " in TF32" if config.run.tf32 and model.dtype == "float32" and runtime.device.type == "cuda" else ""
     )
     tell(
-        f"model  {model.norm} {model.placement}, qk_norm {model.qk_norm}, {model.pos} positions, {model.mlp}; "
+        f"model  {model.norm} {model.placement}, qk_norm {model.qk_norm}{methods(model)}, {model.pos} positions, "
+        f"{model.mlp}; "
         f"{model.n_layer} layers, {model.n_head} heads, {model.n_embd} wide; {trainer.model.n_params():,} parameters\n"
         f"data   {dataset.path}: {len(dataset.train):,} training and {len(dataset.val):,} validation tokens, "
         f"vocabulary {model.vocab_size:,}\n"
@@ -248,10 +249,30 @@ def describe(trainer: Trainer, dataset: Dataset, tell) -> None:
         )
 
 
+def methods(model: ModelConfig) -> str:
+    """The methods that a model has beside its norm, placement and QK-norm, by flag: those that are not the default."""
+    defaults = ModelConfig()
+    names = (
+        "gain",
+        "out_gain_init",
+        "residual_scale",
+        "v_norm",
+        "embed_norm",
+        "embed_scale",
+        "logit_softcap",
+    )
+    chosen = {name: getattr(model, name) for name in names if getattr(model, name) != getattr(defaults, name)}
+    return "".join(f", {name}" if value is True else f", {name} {value}" for name, value in chosen.items())
+
+
 def norm_path(config: Config, runtime: Runtime) -> str:
     """What computes norms and joins, and where that is not what a GPU would rather run, why."""
     kind, model = runtime.device.type, config.model
-    if model.norm == "batchnorm" or model.kernel == "torch" or (model.kernel == "auto" and kind != "cuda"):
+    if (
+        NORMS[model.norm].kind is None
+        or model.kernel == "torch"
+        or (model.kernel == "auto" and kind != "cuda")
+    ):
         return "PyTorch"
     problem = kernels.triton_problem(kind, model.n_embd)
     return f"PyTorch ({problem})" if problem else "fused Triton kernels"
