@@ -104,19 +104,21 @@ def test_deepnorm_is_the_equation_with_its_own_a():
     assert_textbook(model, [(4**0.25, 1, 1)] * 4)
 
 
-@pytest.mark.parametrize("placement", [*NORMS_OF, *PATTERNS])
-@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm", "batchnorm"])
-def test_learns_a_repeated_batch(norm, placement):
-    model = build(norm=norm, placement=placement)
+@pytest.mark.parametrize(
+    "switches",
+    [*({"placement": p} for p in (*NORMS_OF, *PATTERNS)), {"norm": "rmsnorm"}, {"norm": "batchnorm"}],
+)
+def test_learns_a_repeated_batch(switches):
+    model = build(**switches)
     tokens, targets = tokens_and_targets(batch=2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     start = model(tokens, targets)[1].item()
-    for _ in range(120):
+    for _ in range(60):
         loss = model(tokens, targets)[1]
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    assert model(tokens, targets)[1].item() < start / 10
+    assert model(tokens, targets)[1].item() < start / 5
 
 
 BASE = {"norm": "layernorm", "placement": "pre", "dropout": 0.0}
