@@ -124,12 +124,16 @@ class Flag:
     def is_list(self) -> bool:
         return typing.get_origin(self.kind) in (tuple, list)
 
+    def choices(self, kind: Any) -> Sequence[str]:
+        """The values that a type allows by name; none where it is open."""
+        if typing.get_origin(unannotated(kind)) is Literal:
+            return typing.get_args(unannotated(kind))
+        checks = [m.func for m in (*self.metadata, *metadata_of(kind)) if isinstance(m, AfterValidator)]
+        return [name for check in checks if isinstance(check, OneOf) for name in check.names]
+
     def word(self, kind: Any) -> str:
         """What stands for a value of this type."""
-        checks = [m.func for m in (*self.metadata, *metadata_of(kind)) if isinstance(m, AfterValidator)]
-        names = [name for check in checks if isinstance(check, OneOf) for name in check.names]
-        if typing.get_origin(unannotated(kind)) is Literal:
-            names = typing.get_args(unannotated(kind))
+        names = self.choices(kind)
         return "{" + ",".join(names) + "}" if names else VALUES.get(unannotated(kind), self.name.upper())
 
     @property

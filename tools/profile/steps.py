@@ -73,7 +73,7 @@ def settings(config: Config) -> dict[str, dict[str, Any]]:
     }
     flags = {flag.name: flag for flag in flags_from(ModelConfig)}
     for name in ALONE:
-        for value in flags[name].choices or (True, False):
+        for value in flags[name].choices(flags[name].kind) or (True, False):
             words = f"{'' if value else 'no '}{name}" if isinstance(value, bool) else f"{name} {value}"
             if value != getattr(config.model, name) and f"{value} pre" not in found:
                 found[words] = {name: value}
