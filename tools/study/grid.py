@@ -122,9 +122,8 @@ class Study:
         pool = ThreadPoolExecutor(jobs or os.cpu_count() or 1)
         futures = {pool.submit(self.run, name): name for name in missing}
         try:
-            bar = tqdm(as_completed(futures), desc=self.name, unit="run", total=len(self.cells))
-            bar.update(len(self.cells) - len(missing))
-            for future in bar:
+            done = {"initial": len(self.cells) - len(missing), "total": len(self.cells)}
+            for future in tqdm(as_completed(futures), desc=self.name, unit="run", **done):
                 found[futures[future]] = future.result()
         finally:
             pool.shutdown(cancel_futures=True)
