@@ -132,6 +132,7 @@ def test_a_signal_to_one_process_stops_all_at_one_step_and_one_goes_on(tmp_path)
     assert_same_course(tmp_path / "tiny", tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_no_process_leaves_while_the_first_saves(tmp_path):
     """torchrun ends all processes with the first that leaves, and kills what is not done half a minute later."""
     argv = ("slow-disk", recipe(tmp_path), "--checkpoint-interval", 12, "--eval-interval", 12)
@@ -142,6 +143,7 @@ def test_no_process_leaves_while_the_first_saves(tmp_path):
     assert saved(tmp_path / "tiny")[1].progress.step == 6
 
 
+@pytest.mark.slow
 def test_all_processes_say_that_the_last_checkpoint_was_not_written(tmp_path):
     argv = ("full-disk", recipe(tmp_path), "--checkpoint-interval", 12, "--eval-interval", 12)
     code, out, error = finish(start(*argv, processes=2, program="tests/distributed_worker.py"))
@@ -175,6 +177,7 @@ def test_saved_by_one_resumed_by_several(tmp_path, monkeypatch, processes, paral
     assert train(*argv, "--resume", "--max-iters", 14) == 0  # and back to one
 
 
+@pytest.mark.slow
 def test_a_killed_process_is_restarted_and_the_run_goes_on(tmp_path):
     """`torchrun --max-restarts`, with --overwrite on the command line, which must not delete what it goes on with."""
     argv = (recipe(tmp_path, steps=40), "--eval-interval", 20)
@@ -235,6 +238,7 @@ def test_a_killed_process_on_another_machine_is_restarted(tmp_path):
     assert_same_course(tmp_path / "tiny", tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_a_failing_process_brings_the_others_down_with_its_reason(tmp_path):
     argv = ("fail", recipe(tmp_path))
     code, _, error = finish(start(*argv, processes=2, program="tests/distributed_worker.py"), timeout=300)
@@ -247,8 +251,8 @@ def test_a_failing_process_brings_the_others_down_with_its_reason(tmp_path):
     ("flags", "says"),
     [
         (("--batch-size", "9"), "batch_size 9 does not divide among 2 processes of micro_batch_size 2; "),
-        (("--resume",), "holds no run"),
-        (("--block-size", "5000"), "a context of 5,000 tokens is longer than the training data"),
+        pytest.param(("--resume",), "holds no run", marks=pytest.mark.slow),
+        pytest.param(("--block-size", "5000"), "a context of 5,000 tokens is longer", marks=pytest.mark.slow),
     ],
 )
 def test_a_mistake_is_told_once_and_the_code_is_2(tmp_path, flags, says):

@@ -67,7 +67,7 @@ def newest_name(run_dir: Path) -> str:
 
 
 def test_a_run_survives_kills_at_random_moments(tmp_path):
-    killed_runs(tmp_path, kills=4, seed=0)
+    killed_runs(tmp_path, kills=2, seed=0)
 
 
 @pytest.mark.slow

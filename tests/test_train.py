@@ -19,7 +19,7 @@ import torch
 import train
 from base.cli import UserError
 from configs import load_config
-from data import load_tokenizer, open_dataset
+from data import load_tokenizer, open_dataset, prepare
 from tools import sample
 from training import parallel, setup
 from training.checkpoint import load_model
@@ -68,8 +68,7 @@ def place(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("train")
     (folder / "text.txt").write_text(TEXT, encoding="utf-8")
     files = ["--files", folder / "text.txt", "--tokenizer", "char", "--data-dir", folder]
-    done = python("-m", "data.prepare", "text", "--name", "bard", *files)
-    assert done.returncode == 0, done.stderr
+    prepare.main(["text", "--name", "bard", *map(str, files)])
     (folder / "tiny.toml").write_text(
         f"{TINY}out_dir = '{folder}'\n[data]\ndataset = '{folder}/bard'\n", encoding="utf-8"
     )
@@ -125,13 +124,13 @@ def test_wandb_holds_the_same_numbers(run):
         assert text.count(f'"{key}"') >= sum(key in row for row in rows)
 
 
-def test_the_resolved_configuration_is_saved_and_repeats_the_run(run, place):
+def test_the_resolved_configuration_is_saved_and_repeats_the_run(run, place, capsys):
     folder = run[0]
     config = load_config([str(folder / "config.toml")])
     assert config.model.vocab_size == len(set(TEXT))
     assert config.model.dtype in ("float32", "bfloat16")
-    again = python("train.py", folder / "config.toml", "--run-name", "again", "--wandb", "disabled")
-    assert again.returncode == 0, again.stderr
+    again = tiny_runs.train(folder / "config.toml", "--run-name", "again", "--wandb", "disabled")
+    assert again == 0, capsys.readouterr().err
     first, second = load_model(folder), load_model(place / "again")
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
 
@@ -139,8 +138,9 @@ def test_the_resolved_configuration_is_saved_and_repeats_the_run(run, place):
 def test_a_folder_that_holds_a_run_is_refused_and_left_alone(run):
     folder = run[0]
     before = (folder / "metrics.jsonl").read_bytes()
-    refused = python("train.py", folder / "config.toml")
-    assert_refused(refused, f"{folder} already holds a run; pass --resume, --overwrite or another --run-name")
+    refused = f"{folder} already holds a run; pass --resume, --overwrite or another --run-name"
+    with pytest.raises(UserError, match=re.escape(refused)):
+        train.main([str(folder / "config.toml")])
     assert (folder / "metrics.jsonl").read_bytes() == before
 
 
@@ -275,14 +275,6 @@ def test_sampling_is_seeded_and_knows_the_corpus(run, capsys):
     assert draw("--temperature", "1e-40") == draw("--temperature", "0")  # too small to divide by
 
 
-def assert_refused(done: subprocess.CompletedProcess, says: str) -> None:
-    """Exit code 2 and one sentence, which is the last thing said."""
-    assert done.returncode == 2, done.stderr
-    lines = done.stderr.strip().splitlines()
-    assert says in lines[-1], done.stderr
-    assert "Traceback" not in done.stderr
-
-
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
@@ -300,16 +292,20 @@ def assert_refused(done: subprocess.CompletedProcess, says: str) -> None:
         ("--init-from nowhere", "nowhere does not exist"),
     ],
 )
-def test_mistakes_are_one_sentence_and_leave_nothing(place, flags, says):
+def test_mistakes_are_one_sentence_and_leave_nothing(place, flags, says, monkeypatch):
     if "cuda" in says and torch.cuda.is_available():
         pytest.skip("this machine has a CUDA device")
-    done = python("train.py", place / "tiny.toml", "--run-name", "bad", *flags.split(), TRITON_INTERPRET="0")
-    assert_refused(done, says)
+    monkeypatch.setattr("kernels.INTERPRETED", False)
+    with pytest.raises(UserError, match=re.escape(says)):
+        train.main([str(place / "tiny.toml"), "--run-name", "bad", *flags.split()])
     assert not (place / "bad").exists()
 
 
-def test_no_arguments_names_a_recipe():
-    assert_refused(python("train.py"), "configs/quickstart.toml")
+def test_no_arguments_name_a_recipe_and_exit_with_2():
+    done = python("train.py")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: name a recipe, as in `python train.py configs/quickstart.toml`")
+    assert done.stderr.count("\n") == 1
 
 
 def test_truncated_tokens_are_refused(place, tmp_path):
@@ -318,30 +314,20 @@ def test_truncated_tokens_are_refused(place, tmp_path):
     for file in (place / "bard").iterdir():
         (broken / file.name).write_bytes(file.read_bytes())
     (broken / "train.bin").write_bytes((broken / "train.bin").read_bytes()[:-7])
-    done = python("train.py", place / "tiny.toml", "--dataset", broken, "--run-name", "bad")
-    assert_refused(done, "train.bin")
+    with pytest.raises(UserError, match=r"train\.bin"):
+        train.main([str(place / "tiny.toml"), "--dataset", str(broken), "--run-name", "bad"])
 
 
 def test_nanogpt_tokens_need_a_vocabulary_and_their_range_is_checked(tmp_path, place):
     rng = np.random.default_rng(0)
     for split in ("train", "val"):
         rng.integers(0, 65, 4000).astype("<u2").tofile(tmp_path / f"{split}.bin")
-    flags = [
-        "train.py",
-        place / "tiny.toml",
-        "--dataset",
-        tmp_path,
-        "--run-name",
-        "foreign",
-        "--max-iters",
-        "6",
-        "--warmup-iters",
-        "2",
-    ]
-    assert_refused(python(*flags), "--vocab-size")
-    assert_refused(python(*flags, "--vocab-size", "60"), "64")
-    done = python(*flags, "--vocab-size", "65")
-    assert done.returncode == 0, done.stderr
+    flags = [str(place / "tiny.toml"), "--dataset", str(tmp_path), "--run-name", "foreign"]
+    flags += ["--max-iters", "6", "--warmup-iters", "2"]
+    for vocabulary, says in ((), "--vocab-size"), (("--vocab-size", "60"), "64"):
+        with pytest.raises(UserError, match=says):
+            train.main([*flags, *vocabulary])
+    train.main([*flags, "--vocab-size", "65"])
     assert load_model(place / "foreign").config.vocab_size == 65
 
 
