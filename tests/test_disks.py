@@ -104,7 +104,7 @@ train.main(argv)
 """
 
 
-@pytest.mark.parametrize("when", ["from the start", "during training"])
+@pytest.mark.parametrize("when", [pytest.param("from the start", marks=pytest.mark.slow), "during training"])
 def test_a_disk_without_room_for_wandb_costs_wandb_only(argv, tmp_path, monkeypatch, when):
     """In a process of its own, as wandb has something to say at its end too."""
     assert train(*argv, "--run-name", "whole") == 0

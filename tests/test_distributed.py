@@ -154,15 +154,8 @@ def test_all_processes_say_that_the_last_checkpoint_was_not_written(tmp_path):
     assert saved(tmp_path / "tiny")[1].progress.step == 0
 
 
-@pytest.mark.parametrize(
-    ("processes", "parallel"),
-    [
-        (2, "fsdp"),
-        pytest.param(2, "ddp", marks=pytest.mark.slow),
-        pytest.param(4, "fsdp", marks=pytest.mark.slow),
-        pytest.param(4, "ddp", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("processes", "parallel"), [(2, "fsdp"), (2, "ddp"), (4, "fsdp"), (4, "ddp")])
 def test_saved_by_one_resumed_by_several(tmp_path, monkeypatch, processes, parallel):
     argv = (recipe(tmp_path),)
     assert train(*argv, "--run-name", "whole") == 0
