@@ -56,9 +56,12 @@ def test_widths(kind, D):
 
 @pytest.mark.slow
 @both_kinds
-@all_calls
 @pytest.mark.parametrize("D", [1, 3, 17, 64, 768, 1000, 1002, 4096, kernels.MAX_D])
-@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("name", "dtypes"),
+    [*((name, MIXED) for name in CALLS), *(("sandwich", dtypes) for dtypes in DTYPES if dtypes != MIXED)],
+    ids=str,
+)
 def test_widths_with_everything_else(name, kind, D, dtypes):
     assert_accurate(Case(name, kind, (3, D), *dtypes))
 
