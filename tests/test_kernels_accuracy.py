@@ -81,14 +81,6 @@ def rows_around_the_number_of_programs(D):
     return 1, P - 1, P, P + 1
 
 
-@pytest.mark.slow
-@both_kinds
-@pytest.mark.parametrize("D", [17, 1002])
-def test_rows_around_the_number_of_programs(kind, D):
-    for rows in rows_around_the_number_of_programs(D):
-        assert_accurate(Case("pre", kind, (rows, D)))
-
-
 def test_more_rows_than_the_programs_take_at_once(monkeypatch):
     monkeypatch.setattr(kernels.triton_kernels, "PROGRAMS", 2)
     for D in (17, 1002):

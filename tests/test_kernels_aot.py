@@ -35,7 +35,7 @@ def test_hopper_moves_no_byte_too_many():
     ],
 )
 def test_every_call_on_other_architectures_and_widths(options):
-    """`python -m kernels.aot` without options is the whole table, and takes the better part of an hour."""
+    """A part of the whole table, which is what `python -m kernels.aot` compiles without options."""
     done = compile_all(*options)
     assert done.stdout.endswith("no faults\n"), done.stdout[-2000:] + done.stderr[-2000:]
 
@@ -103,7 +103,7 @@ def finding(**changes):
         ({"bytes_per_element": 16}, "16 bytes per element where the limit is 12"),
         ({"widths": {"x": {8}}}, "x moves in accesses of 8 bytes"),
         ({"widths": {"s": {16, 4}}}, "s moves in accesses of 4 bytes"),
-        ({"spilled": 24}, "24 bytes spilled"),
+        ({"spilled": 32}, "32 bytes spilled"),
         ({"shared": 1 << 17}, "131072 bytes of shared memory"),
         ({**LOOP, "barriers": 6}, "6 barriers in the loop"),
         ({**LOOP, "copies": 0}, "nothing is loaded ahead"),
