@@ -1,6 +1,7 @@
 """The ground floor, below everything and without torch: what every command shares.
 
-- `base.cli`: a user's mistake, flags from dataclasses, how a command runs
+- `base.cli`: a user's mistake, how a command runs
+- `base.flags`: flags from dataclasses
 - `base.output`: printing that never fails
 - `base.files`: files and folders that are whole or as they were, and locks
 - `base.threads`: how threads wait for each other, before torch is imported

@@ -21,23 +21,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError
 from pydantic.dataclasses import dataclass
 
-from base.cli import (
-    HELP,
-    STRICT,
-    Count,
-    Group,
-    Parser,
-    Positional,
-    UserError,
-    checked,
-    did_you_mean,
-    explain,
-    flags_from,
-    nearest,
-    require,
-    sentence,
-    underflows,
-)
+from base.cli import STRICT, Count, UserError, checked, did_you_mean, explain, nearest, require, sentence
+from base.flags import HELP, Group, Parser, Positional, flags_from, underflows
 from data import DataConfig
 from model import ModelConfig
 

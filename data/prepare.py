@@ -13,7 +13,8 @@ from pathlib import Path
 
 from pydantic.dataclasses import dataclass
 
-from base.cli import STRICT, UserError, options, run
+from base.cli import STRICT, UserError, run
+from base.flags import options
 from data.build import Amounts, prepare
 from data.dataset import DATA_ROOT
 from data.sources import HuggingFace, StandardLibrary, TextFiles, find_files

@@ -26,7 +26,7 @@ import torch
 from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass
 
-from base import cli
+from base import cli, flags
 from base.cli import STRICT, OneOf, UserError
 
 from . import HAS_TRITON, INTERPRETED, KINDS, MAX_D
@@ -312,17 +312,17 @@ class Options:
 
 
 def main(argv: Sequence[str]) -> None:
-    flags = cli.options(Options, argv, "python -m kernels.aot")
+    asked = flags.options(Options, argv, "python -m kernels.aot")
     if not HAS_TRITON:
         raise UserError("kernels.aot compiles with the package triton (Linux only), which is not installed")
     if INTERPRETED:
         raise UserError("kernels.aot cannot compile in a process with TRITON_INTERPRET=1; unset it")
     start = time.perf_counter()
-    grid = itertools.product(flags.arch, flags.dim, flags.call, KINDS, STREAMS)
+    grid = itertools.product(asked.arch, asked.dim, asked.call, KINDS, STREAMS)
     cases = [Case(call, kind, stream, D, arch) for arch, D, call, kind, stream in grid]
     print(HEADER)
     kernels, faults = 0, []
-    with ProcessPoolExecutor(flags.jobs) as pool:
+    with ProcessPoolExecutor(asked.jobs) as pool:
         for findings in pool.map(examine, cases, chunksize=4):
             for finding in findings:
                 row = table_row(finding)

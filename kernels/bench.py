@@ -31,7 +31,7 @@ from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass
 
 import kernels
-from base import cli
+from base import cli, flags
 from base.cli import STRICT, OneOf
 from base.files import atomic_file, check_writable
 from base.timing import in_turn
@@ -285,14 +285,14 @@ def numbers_of_rows(D, device):
     return (CPU_SHAPES.get(D, min(4096, CPU_ELEMENTS // D)),)
 
 
-def parts(flags, device):
+def parts(asked, device):
     """The keyword arguments of each `measure`."""
-    calls, dims, rounds = flags.resolved(device)
+    calls, dims, rounds = asked.resolved(device)
     for D in dims:
         for rows in numbers_of_rows(D, device):
             for call in calls:
-                for kind in flags.kind:
-                    compiled = not flags.quick or (call, kind) == ("pre", "rmsnorm")
+                for kind in asked.kind:
+                    compiled = not asked.quick or (call, kind) == ("pre", "rmsnorm")
                     for stream in reversed(STREAMS):
                         yield {
                             **{"call": call, "kind": kind, "stream": stream, "rows": rows, "D": D},
@@ -301,7 +301,7 @@ def parts(flags, device):
 
 
 def main(argv: Sequence[str]) -> None:
-    flags = cli.options(Options, argv, "python -m kernels.bench")
+    asked = flags.options(Options, argv, "python -m kernels.bench")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     bandwidth = copy_bandwidth(device) if device == "cuda" else None
     if device == "cuda":
@@ -312,14 +312,14 @@ def main(argv: Sequence[str]) -> None:
         print(f"{name}, torch {torch.__version__}: no GPU, so `ours` is the torch path")
     print(HEADER)
     results = []
-    for part in parts(flags, device):
+    for part in parts(asked, device):
         torch.compiler.reset()
         rows = list(measure(**part))
         print("\n".join(table_rows(rows, bandwidth)), flush=True)
         results += rows
-    if flags.json:
+    if asked.json:
         report = {"device": name, "torch": torch.__version__, "copy_bytes_per_second": bandwidth}
-        with atomic_file(Path(flags.json)) as file:
+        with atomic_file(Path(asked.json)) as file:
             file.write_text(json.dumps(report | {"results": results}, indent=1), encoding="utf-8")
 
 

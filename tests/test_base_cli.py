@@ -11,7 +11,8 @@ import pytest
 from pydantic import AfterValidator
 from pydantic.dataclasses import dataclass
 
-from base.cli import STRICT, OneOf, Positional, Short, UserError, options, require
+from base.cli import STRICT, OneOf, UserError, require
+from base.flags import Positional, Short, options
 
 NORMS = {"layernorm": 1, "rmsnorm": 2}
 

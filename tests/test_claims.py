@@ -5,7 +5,8 @@ import re
 import pytest
 
 import kernels
-from base.cli import UserError, options
+from base.cli import UserError
+from base.flags import options
 from data import ensure_prepared
 from kernels import bench
 from kernels.calls import CALLS

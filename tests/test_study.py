@@ -68,7 +68,7 @@ def test_both_cells_are_trained_and_differ(place, results):
 
 
 def test_a_finished_cell_is_not_run_again_but_a_changed_recipe_is(
-    at_its_place, results, monkeypatch, tmp_path
+    at_its_place, results, monkeypatch, tmp_path, capsys
 ):
     ran, kept = [], tmp_path / "kept.json"
     monkeypatch.setattr(Study, "run", lambda self, name: ran.append(name) or results[0])
@@ -76,6 +76,9 @@ def test_a_finished_cell_is_not_run_again_but_a_changed_recipe_is(
     found.rename(kept)
     command.main(["tiny.toml", "--docs", str(tmp_path)])  # of results that are not of these cells
     assert ran == ["norm=rmsnorm+seed=1"]
+    shown = capsys.readouterr().err.split("\r")
+    assert "| 1/2 [" in shown[1]
+    assert "| 2/2 [" in shown[-1]
     kept.rename(found)
     assert Study(at_its_place).finished("norm=rmsnorm+seed=1")
     changed = at_its_place.with_name("changed.toml")

@@ -33,7 +33,8 @@ import numpy as np
 import torch
 from pydantic.dataclasses import dataclass
 
-from base.cli import STRICT, Positional, UserError, options, require, run
+from base.cli import STRICT, UserError, require, run
+from base.flags import Positional, options
 from base.timing import in_turn, relative
 from configs import Config, load_config, replace
 from data import open_dataset

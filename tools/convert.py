@@ -25,8 +25,9 @@ from pydantic.dataclasses import dataclass
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from base.cli import STRICT, Positional, Short, UserError, options, require, run
+from base.cli import STRICT, UserError, require, run
 from base.files import atomic_folder
+from base.flags import Positional, Short, options
 from configs import flags_of
 from data import load_tokenizer
 from data.tokenizer import TOKENIZER_JSON, CharTokenizer

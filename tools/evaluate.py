@@ -20,7 +20,8 @@ import pydantic.dataclasses
 import torch
 import torch.nn.functional as F
 
-from base.cli import STRICT, Positional, UserError, options, require, run
+from base.cli import STRICT, UserError, require, run
+from base.flags import Positional, options
 from data.batches import EvalWindows
 from data.dataset import Dataset, open_dataset
 from data.tokenizer import load_tokenizer

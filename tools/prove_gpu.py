@@ -32,8 +32,9 @@ from unittest import mock
 import torch
 from pydantic.dataclasses import dataclass
 
-from base.cli import STRICT, UserError, options, require, run
+from base.cli import STRICT, UserError, require, run
 from base.files import atomic_file
+from base.flags import options
 from base.timing import relative
 from configs import load_config, replace
 from tools.against_nanogpt import compete, load_nanogpt, peer_steps, summary, with_data

@@ -8,7 +8,8 @@ from typing import Literal
 
 from pydantic.dataclasses import dataclass
 
-from base.cli import STRICT, Positional, options, require, run
+from base.cli import STRICT, require, run
+from base.flags import Positional, options
 from data import load_tokenizer
 from training.checkpoint import find, load_model, read_about
 from training.sampling import grown

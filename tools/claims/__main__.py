@@ -13,7 +13,8 @@ from collections.abc import Sequence
 
 from pydantic.dataclasses import dataclass
 
-from base.cli import STRICT, UserError, options, run
+from base.cli import STRICT, UserError, run
+from base.flags import options
 from tools.claims import experiments, page
 from tools.claims.page import EXPERIMENTS, NUMBERS, Outcome, as_text, check_claim, judge_experiment, record_of
 

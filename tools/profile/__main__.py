@@ -16,8 +16,9 @@ from typing import Any
 
 from pydantic.dataclasses import dataclass
 
-from base.cli import STRICT, Positional, options, require, run
+from base.cli import STRICT, require, run
 from base.files import atomic_file, check_writable
+from base.flags import Positional, options
 from configs import Config, load_config
 from tools.profile import classes, logging_cost, steps
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from base.cli import UserError, flags_from
+from base.cli import UserError
+from base.flags import flags_from
 from base.timing import in_turn, relative, seconds
 from configs import Config, replace
 from kernels import KINDS

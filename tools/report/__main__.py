@@ -15,8 +15,9 @@ from typing import Annotated
 
 from pydantic.dataclasses import dataclass
 
-from base.cli import STRICT, Positional, Short, options, require, run
+from base.cli import STRICT, require, run
 from base.files import atomic_file, writing
+from base.flags import Positional, Short, options
 from tools.report.frame import as_csv
 from tools.report.page import page
 from tools.report.pictures import save_overview

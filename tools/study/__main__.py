@@ -24,7 +24,8 @@ from pathlib import Path
 
 from pydantic.dataclasses import dataclass
 
-from base.cli import STRICT, Positional, UserError, options, require, run
+from base.cli import STRICT, UserError, require, run
+from base.flags import Positional, options
 from data import ensure_prepared
 from tools.study import results
 from tools.study.grid import Study
