@@ -8,7 +8,8 @@ from convert_cases import LLAMA, SMALL, error_of, nanogpt_checkpoint
 from safetensors.torch import save_file
 
 from model import ModelConfig
-from tools.interchange import FAMILIES, their_config
+from tools.families import FAMILIES
+from tools.interchange import their_config
 from tools.vocabulary import recognize
 
 

@@ -17,7 +17,8 @@ from data import prepare
 from data.tokenizer import load_tokenizer, tokenizer_meta
 from model import GPT, ModelConfig
 from tools import convert, evaluate, sample
-from tools.interchange import FAMILIES, their_weights
+from tools.families import FAMILIES
+from tools.interchange import their_weights
 from tools.vocabulary import json_bytes, recognize, token_bytes, tokenizer_files
 from training.checkpoint import about, load_model, model_weights, read_about, read_model, save_model
 

@@ -5,7 +5,8 @@ import torch
 
 from base.cli import UserError
 from model import GPT, PLACEMENTS, ModelConfig
-from tools.interchange import FAMILIES, family_for, our_config, our_weights, their_config, their_weights
+from tools.families import FAMILIES
+from tools.interchange import family_for, our_config, our_weights, their_config, their_weights
 from training.checkpoint import model_weights
 
 SMALL = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 12, "vocab_size": 23}

@@ -33,10 +33,9 @@ from data import load_tokenizer
 from data.tokenizer import TOKENIZER_JSON, CharTokenizer
 from model import GPT, ModelConfig
 from tools import fold as folding
+from tools.families import NANOGPT, Family
 from tools.interchange import (
-    NANOGPT,
     OF_A_RUN,
-    Family,
     Weights,
     family_for,
     family_of,
