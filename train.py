@@ -6,7 +6,7 @@
 Read `train` for the order of things; what it leans on is in `training/`.
 """
 
-from base.threads import share_processors
+from base.threads import Neighbours, share_processors
 
 share_processors()  # before torch is imported, which reads the environment then
 
@@ -163,7 +163,9 @@ def loop(run: Run, tracker: Tracker | None, request: StopRequest) -> None:
 
     if progress.step == 0:
         at_start(run, tracker, probe)
-    clock = Clock(trainer.tokens_per_step, progress.step, optim.max_iters, peak_rate(trainer))
+    alone = trainer.runtime.device.type == "cpu" and trainer.runtime.world == 1
+    neighbours = Neighbours() if alone else None
+    clock = Clock(trainer.tokens_per_step, progress.step, optim.max_iters, peak_rate(trainer), neighbours)
     stopping = False
     while progress.step < optim.max_iters and not stopping:
         step = progress.step + 1

@@ -7,11 +7,12 @@ spinning thread takes the time in which the awaited one could run, and training 
 import os
 import time
 from collections.abc import MutableMapping
+from dataclasses import dataclass
 from pathlib import Path
 
 CHOICES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 BUSY = 0.5  # processors that others use; a quiet desktop stays far below
-LOOK_SECONDS = 0.05
+LOOK_SECONDS, WATCH_SECONDS = 0.05, 10.0
 STAT = Path("/proc/stat")
 
 
@@ -20,12 +21,58 @@ def share_processors(environment: MutableMapping[str, str] = os.environ) -> None
 
     Does nothing where the environment makes a choice already, and on systems without /proc.
     """
-    if any(name in environment for name in CHOICES) or not STAT.exists():
+    if settled(environment):
         return
-    before = processor_times(STAT.read_text(encoding="utf-8"))
+    before = Look.now()
     time.sleep(LOOK_SECONDS)
-    if busy_processors(before, processor_times(STAT.read_text(encoding="utf-8"))) > BUSY:
+    if Look.now().others_since(before) > BUSY:
         environment["OMP_WAIT_POLICY"] = "PASSIVE"
+
+
+def settled(environment: MutableMapping[str, str]) -> bool:
+    """Whether the environment says how threads wait, or this system does not say who is busy."""
+    return any(name in environment for name in CHOICES) or not STAT.exists()
+
+
+@dataclass(frozen=True)
+class Look:
+    """What had run when. processors: (idle, all) clock ticks of those that this process may use; own, time: seconds."""
+
+    processors: dict[int, tuple[int, int]]
+    own: float
+    time: float
+
+    @classmethod
+    def now(cls) -> "Look":
+        processors = processor_times(STAT.read_text(encoding="utf-8"))
+        return cls(processors, time.process_time(), time.monotonic())
+
+    def others_since(self, before: "Look") -> float:
+        """How many of the processors other programs used between two looks."""
+        own = (self.own - before.own) / (self.time - before.time)
+        return busy_processors(before.processors, self.processors) - own
+
+
+class Neighbours:
+    """Notices programs that have begun to use the processors since threads were told how to wait."""
+
+    def __init__(self, environment: MutableMapping[str, str] = os.environ):
+        self.last = None if settled(environment) else Look.now()
+
+    def advice(self) -> str:
+        """What would be faster, once, where others have been busy for the last WATCH_SECONDS; else nothing."""
+        if self.last is None or time.monotonic() - self.last.time < WATCH_SECONDS:
+            return ""
+        before, self.last = self.last, Look.now()
+        others, usable = self.last.others_since(before), len(self.last.processors)
+        if others <= BUSY:
+            return ""
+        self.last = None
+        return (
+            f"other programs use {others:.1f} of the {usable} processors, and threads that spin while they wait lose "
+            "most of the rest; with OMP_WAIT_POLICY=PASSIVE or OMP_NUM_THREADS=1 in the environment, this run is "
+            "likely faster"
+        )
 
 
 def processor_times(stat: str) -> dict[int, tuple[int, int]]:

@@ -5,6 +5,7 @@ import time
 
 import torch
 
+from base.threads import Neighbours
 from model import GPT, Linear
 from training.trainer import Trainer
 
@@ -68,8 +69,16 @@ def peak_rate(trainer: Trainer) -> float | None:
 class Clock:
     """Throughput since the last look, and a line on the screen at most every two seconds."""
 
-    def __init__(self, tokens_per_step: int, step: int, last: int, peak_rate: float | None = None):
+    def __init__(
+        self,
+        tokens_per_step: int,
+        step: int,
+        last: int,
+        peak_rate: float | None = None,
+        neighbours: Neighbours | None = None,
+    ):
         self.tokens_per_step, self.last, self.peak_rate = tokens_per_step, last, peak_rate
+        self.neighbours = neighbours
         self.rate, self.shown = 0.0, 0.0
         self.restart(step)
 
@@ -96,6 +105,9 @@ class Clock:
             left = (self.last - step) * self.tokens_per_step / self.rate
             parts += [f"{self.rate:,.0f} tokens/s", f"{duration(left)} left"]
         tell("  ".join(parts))
+        advice = self.neighbours.advice() if self.neighbours else ""
+        if advice:
+            tell(advice)
 
 
 def duration(seconds: float) -> str:
