@@ -153,7 +153,8 @@ class ModelConfig:
         suited = SCALES[scale][1] if scale in SCALES else PLACEMENTS
         scaled = f"residual_scale {scale} belongs to placement {', '.join(suited)}"
         require(names <= set(suited), f"{scaled}, not {self.placement}")
-        starts = self.out_gain_init == 1 or (self.gain != "none" and not names.isdisjoint(having("out")))
+        gains = norm.has_gain and self.gain != "none"
+        starts = self.out_gain_init == 1 or (gains and not names.isdisjoint(having("out")))
         require(starts, "out_gain_init is for an N_out with a gain, as placement sandwich has")
 
     @property
@@ -188,7 +189,7 @@ class ModelConfig:
         """
         if self.residual_scale == "deepnorm":
             return (8 * self.n_layer) ** -0.25, (8 * self.n_layer) ** -0.25
-        bare = not PLACEMENTS[self.placements[branch]] & {"out", "post"} and self.residual_scale == "one"
+        bare = not PLACEMENTS[self.placements[branch]] & {"out", "post"} and self.residual_scale in ("one", 1)
         return 1.0, (2 * self.n_layer) ** -0.5 if bare else 1.0
 
 
@@ -254,7 +255,8 @@ class Norm(nn.Module):
     def __init__(self, dim: int, config: ModelConfig, factor=1.0, start=1.0, gain=""):
         super().__init__()
         gain = gain or config.gain
-        has_gain, self.zero_centred = self.has_gain and gain != "none", gain == "zero_centred"
+        has_gain = self.has_gain and gain != "none"
+        self.zero_centred = has_gain and gain == "zero_centred"
         self.weight = nn.Parameter(torch.full((dim,), start - self.zero_centred)) if has_gain else None
         self.bias = nn.Parameter(torch.zeros(dim)) if has_gain and self.has_bias and config.bias else None
         self.eps, self.impl, self.factor = config.norm_eps, config.kernel, factor

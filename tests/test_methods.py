@@ -54,7 +54,7 @@ METHODS = {
     "dyt": {"norm": "dyt", "qk_norm": "head"},
     "derf everywhere": {"norm": "derf", "placement": "all", "force_placement": True},
     "dyt without gain": {"norm": "dyt", "gain": "none"},
-    "no norm": {"norm": "none", "placement": "all", "qk_norm": "head", "v_norm": True},
+    "no norm": {"norm": "none", "placement": "all", "gain": "zero_centred", "v_norm": True},
     "Gemma": {
         **{"norm": "rmsnorm", "gain": "zero_centred", "embed_scale": "sqrt_dim", "mlp": "geglu"},
         **{"bias": False, "pos": "rope"},
@@ -93,6 +93,7 @@ def test_lns_halves_what_the_fourth_layer_reads_and_survives_materialization():
         ({"residual_scale": "lns"}, 0.02),  # its factor replaces the smaller start
         ({"residual_scale": "depth"}, 0.02),
         ({"residual_scale": 0.22}, 0.02),
+        ({"residual_scale": 1.0}, 0.01),
         ({"placement": "keel", "residual_scale": "keel"}, 0.02),
         ({"placement": "none"}, 0.01),
         ({"norm": "dyt"}, 0.01),
@@ -143,6 +144,7 @@ def test_a_zero_centred_gain_subtracts_no_mean():
         ({"norm": "dyt", "kernel": "triton"}, "norm dyt is never fused"),
         ({"out_gain_init": "depth"}, "out_gain_init is for an N_out with a gain"),
         ({"out_gain_init": 0.5, "placement": "sandwich", "gain": "none"}, "out_gain_init is for an N_out"),
+        ({"out_gain_init": 0.5, "placement": "sandwich", "norm": "none"}, "out_gain_init is for an N_out"),
         ({"residual_scale": "LNS"}, "lns"),
         ({"placement": "pre*3"}, "placement 'pre*3' names 3 branches; n_layer 2 makes 4"),
         ({"placement": "pre*3 prost"}, "'prost' is not a placement (did you mean post?)"),
