@@ -10,9 +10,14 @@ from pathlib import Path
 
 from base.cli import UserError
 
+MARK_WITHIN = 2000
 
-def check_writable(flag: str, path: str) -> None:
-    """Raises UserError, before any work, where no file can be made at `path`; an empty one is no file."""
+
+def check_writable(flag: str, path: str, mark: str) -> None:
+    """Raises UserError, before any work, where no file can be made at `path`; an empty path is no file.
+
+    mark: what a file that stands there must hold in its first MARK_WITHIN bytes, as only a command's own is replaced.
+    """
     folder = Path(path).parent
     if not path or is_special(Path(path)):
         return
@@ -22,6 +27,10 @@ def check_writable(flag: str, path: str) -> None:
         raise UserError(f"{flag} {path} cannot be written: there is no folder {folder}")
     if not os.access(folder, os.W_OK):
         raise UserError(f"{flag} {path} cannot be written: the folder {folder} is read-only")
+    with writing(Path(path)), contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+        start = file.read(MARK_WITHIN)
+        if start and mark.encode() not in start:
+            raise UserError(f"{flag} {path} exists and was not written by this command; name another file")
 
 
 def is_special(path: Path) -> bool:

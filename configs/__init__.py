@@ -139,7 +139,7 @@ class StartConfig:
     resume: bool = False
     """Go on from the newest checkpoint of this run."""
     overwrite: bool = False
-    """Delete what the run's folder holds and begin anew."""
+    """Begin anew where the folder holds a run, whose files are deleted; others stay."""
     init_from: str = ""
     """A run, checkpoint or converted model whose weights the new run starts from."""
     replay: str = ""

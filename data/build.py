@@ -19,9 +19,18 @@ from base.cli import UserError
 from base.files import atomic_folder
 from data.dataset import DATA_ROOT, open_dataset, read_meta
 from data.sources import Piece, Source, StandardLibrary, reading
-from data.tokenizer import CharTokenizer, Tokenizer, load_tokenizer, put_beside, tokenizer_meta
+from data.tokenizer import (
+    TOKENIZER_JSON,
+    CharTokenizer,
+    Tokenizer,
+    load_tokenizer,
+    put_beside,
+    tokenizer_meta,
+)
 
 MAX_WORKERS = 1024
+# What a data set is, and --overwrite replaces.
+WRITTEN = ("train.bin", "val.bin", "meta.json", TOKENIZER_JSON)
 TASK_CHARS = 2**18  # what a thread tokenizes at a time; bounds memory, together with the number of threads
 
 
@@ -112,6 +121,11 @@ def _is_done(target: Path, request: dict, overwrite: bool) -> bool:
     if not (target / "meta.json").exists():
         raise UserError(f"{target} exists and was not made by data.prepare; remove it or choose another name")
     if overwrite:
+        others = sorted(file.name for file in target.iterdir() if file.name not in WRITTEN)
+        if others:
+            raise UserError(
+                f"{target} holds other files than a data set's, such as {others[0]}; choose another --name"
+            )
         return False
     made_by = read_meta(target).request
     differing = sorted(key for key in request.keys() | made_by.keys() if request.get(key) != made_by.get(key))

@@ -39,6 +39,7 @@ from base.timing import in_turn
 from .aot import STREAMS
 from .calls import CALLS
 
+COMMAND = "python -m kernels.bench"
 EPS = 1e-5
 GPU_ELEMENTS = 1 << 27  # a row tensor of 256 MiB in bfloat16, several times the L2 of any card
 GPU_ROWS = 16384  # of a training step
@@ -266,7 +267,7 @@ class Options:
 
     def __post_init__(self):
         if self.json is not None:
-            check_writable("--json", self.json)
+            check_writable("--json", self.json, COMMAND)
 
     def resolved(self, device):
         """(calls, dims, rounds) where flags, --quick and the device have had their say."""
@@ -301,7 +302,7 @@ def parts(asked, device):
 
 
 def main(argv: Sequence[str]) -> None:
-    asked = flags.options(Options, argv, "python -m kernels.bench")
+    asked = flags.options(Options, argv, COMMAND)
     kernels.import_triton()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     bandwidth = copy_bandwidth(device) if device == "cuda" else None
@@ -319,9 +320,11 @@ def main(argv: Sequence[str]) -> None:
         print("\n".join(table_rows(rows, bandwidth)), flush=True)
         results += rows
     if asked.json:
-        report = {"device": name, "torch": torch.__version__, "copy_bytes_per_second": bandwidth}
+        about = {"device": name, "torch": torch.__version__, "copy_bytes_per_second": bandwidth}
         with atomic_file(Path(asked.json)) as file:
-            file.write_text(json.dumps(report | {"results": results}, indent=1), encoding="utf-8")
+            file.write_text(
+                json.dumps({"command": COMMAND, **about, "results": results}, indent=1), encoding="utf-8"
+            )
 
 
 if __name__ == "__main__":

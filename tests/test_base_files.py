@@ -158,10 +158,21 @@ def test_a_lock_is_held_until_it_is_released(tmp_path):
 
 
 def test_where_no_file_can_be_made_is_known_before_any_work(tmp_path):
-    check_writable("--json", "")
-    check_writable("--json", "/dev/stdout")
-    check_writable("--json", str(tmp_path / "file"))
+    check_writable("--json", "", "mark")
+    check_writable("--json", "/dev/stdout", "mark")
+    check_writable("--json", str(tmp_path / "file"), "mark")
     with pytest.raises(UserError, match=r"--json .* is a folder; name a file"):
-        check_writable("--json", str(tmp_path))
+        check_writable("--json", str(tmp_path), "mark")
     with pytest.raises(UserError, match=r"--json .* cannot be written: there is no folder"):
-        check_writable("--json", str(tmp_path / "none" / "file"))
+        check_writable("--json", str(tmp_path / "none" / "file"), "mark")
+
+
+def test_only_a_file_with_the_mark_of_its_command_is_replaced(tmp_path):
+    file = tmp_path / "file"
+    for content in (b"", b"a mark"):
+        file.write_bytes(content)
+        check_writable("--json", str(file), "mark")
+    for content in (b"a note", b"\xff\xfe", b" " * 5000 + b"mark"):
+        file.write_bytes(content)
+        with pytest.raises(UserError, match=r"--json .* exists and was not written by this command"):
+            check_writable("--json", str(file), "mark")

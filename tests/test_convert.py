@@ -249,6 +249,7 @@ def test_what_is_there_is_kept_unless_overwrite_says_otherwise(folder, tmp_path)
     [
         (["thesis.tex"], "holds other files than a model's, such as thesis.tex"),
         (["model.safetensors", "config.json", "README.md"], "such as README.md"),
+        (["model.safetensors", "config.json", "vocab.json"], "such as vocab.json"),
         (["model.safetensors", "config.json", ".git/HEAD"], "such as .git"),
         (["model.safetensors", "config.json/notes"], "such as config.json"),
         (["config.json"], "holds other files than a model's, such as config.json"),

@@ -183,6 +183,17 @@ def test_a_folder_that_is_not_ours_is_never_replaced(tmp_path):
     assert (tmp_path / "d" / "train.bin").read_bytes() == b"precious"
 
 
+def test_a_file_beside_a_data_set_is_never_deleted(tmp_path):
+    """Such as its own source."""
+    folder = prepare(Documents(("one", "two")), name="d", root=tmp_path)
+    (folder / "source.txt").write_text("three", encoding="utf-8")
+    before = bins(folder)
+    with pytest.raises(UserError, match=r"other files than a data set's, such as source\.txt"):
+        prepare(Documents(("three", "four")), name="d", root=tmp_path, overwrite=True)
+    assert bins(folder) == before
+    assert (folder / "source.txt").exists()
+
+
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", ".hidden", "__pycache__", "a b"])
 def test_names_that_are_no_folder_names(tmp_path, name):
     with pytest.raises(UserError, match="cannot name a data set"):

@@ -62,6 +62,10 @@ def test_a_header_stands_over_the_columns(tmp_path, capsys, monkeypatch):
         assert header.index(name) + len(name) == line.index(text) + len(text), "right-aligned"
     assert json.loads((tmp_path / "b.json").read_text())["results"] == ROWS
     assert [file.name for file in tmp_path.iterdir()] == ["b.json"]
+    bench.main([*flags, "--json", str(tmp_path / "b.json")])  # again
+    (tmp_path / "b.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(UserError, match="exists and was not written by this command"):
+        bench.main([*flags, "--json", str(tmp_path / "b.json")])
 
 
 def test_a_gpu_is_busy_before_the_first_event(monkeypatch):

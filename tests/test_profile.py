@@ -191,12 +191,24 @@ def test_the_terminal_has_the_table_alone(whole_command):
 
 
 def test_the_command_writes_what_it_prints(whole_command, recipe):
-    found = json.loads(recipe.with_name("p.json").read_text())
+    found = json.loads(recipe.with_name("p.json").read_text())["results"]
     share = found["time_share"]["eager"]["norms and joins"]
     assert found["ceiling_if_norms_were_free"] == pytest.approx(1 / (1 - share))
     assert f"{share:.1%}" in whole_command.stdout
     assert 0 < found["share_of_matrix_rate"] < 1
     assert recipe.with_name("p.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("flag", "name", "other"), [("--json", "p.json", "p.png"), ("--picture", "p.png", "q.svg")]
+)
+def test_only_its_own_files_are_replaced(whole_command, recipe, flag, name, other, monkeypatch):
+    recipe.with_name("q.svg").write_text("<svg>mine</svg>", encoding="utf-8")
+    monkeypatch.setattr(command, "measure", lambda *_: pytest.fail("it has begun"))
+    with pytest.raises(UserError, match=f"{other} exists and was not written by this command"):
+        command.main([str(recipe), flag, str(recipe.with_name(other))])
+    with pytest.raises(pytest.fail.Exception, match="it has begun"):
+        command.main([str(recipe), flag, str(recipe.with_name(name))])
 
 
 def test_the_table_of_switches_has_every_one(recipe):

@@ -24,7 +24,9 @@ def ended(out: Path) -> dict[str, str]:
     return {name: json.loads((out / f"{name}.json").read_text())["ended"] for name in STAGES}
 
 
-def test_without_cuda_it_runs_to_its_end_and_says_what_it_left_out(without_cuda, tmp_path, capsys):
+def test_without_cuda_it_runs_to_its_end_and_says_what_it_left_out(
+    without_cuda, tmp_path, capsys, monkeypatch
+):
     with pytest.raises(SystemExit) as stopped:
         main(["--out", str(tmp_path / "found")])
     assert stopped.value.code == 0
@@ -34,6 +36,18 @@ def test_without_cuda_it_runs_to_its_end_and_says_what_it_left_out(without_cuda,
     assert capsys.readouterr().out.endswith(table)
     assert torch.__version__ in table
     assert all(f"**{name}**" in table for name in STAGES)
+    monkeypatch.setattr(prove_gpu, "started", lambda *_: "done")
+    with pytest.raises(SystemExit):
+        main(["--out", str(tmp_path / "found")])  # again
+
+
+@pytest.mark.parametrize("name", ["table.md", "bench.json", "bench.log"])
+def test_a_file_of_anybody_else_is_never_replaced(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(prove_gpu, "started", lambda *_: pytest.fail("it has begun"))
+    (tmp_path / name).write_text('{"mine": 1}', encoding="utf-8")
+    with pytest.raises(UserError, match=f"{name} exists and was not written by this command"):
+        main(["--out", str(tmp_path)])
+    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [(name, '{"mine": 1}')]
 
 
 @pytest.mark.parametrize(

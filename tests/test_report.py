@@ -425,7 +425,7 @@ def recipe(folder: Path, text: str) -> Path:
             lambda f: [recipe(f, "[model]\nn_layer = 1\nblock_size = 2")],
             "batch_size under [optim] is missing",
         ),
-        (lambda f: [f / "pre", "-o", str(f)], "cannot be written: Is a directory"),
+        (lambda f: [f / "pre", "-o", str(f)], "is a folder; name a file"),
         (lambda f: [f / "pre", "--png", str(f), "--text"], "--png and --text exclude each other"),
         (lambda f: [f / "pre", "--watch", "--port", "70000"], "port is 70000; it must be from 0 to 65535"),
         (lambda f: [f / "pre", "-o", str(f / "pre" / "config.toml" / "r.html")], "cannot be written: "),
@@ -440,17 +440,30 @@ def test_mistakes_are_one_sentence(make, words, tmp_path):
     assert "\n" not in str(mistake.value)
 
 
+@pytest.mark.parametrize("flags", [["-o", "{a}/metrics.jsonl"], ["-o", "index.html"], ["--png", "."]])
+def test_a_file_that_is_no_report_is_never_replaced(flags, tmp_path, monkeypatch):
+    run = write_run(tmp_path / "a")
+    monkeypatch.chdir(tmp_path)
+    for name in ("index.html", "overview.png"):
+        (tmp_path / name).write_text("<title>mine</title>", encoding="utf-8")
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    with pytest.raises(UserError, match="exists and was not written by this command; name another file"):
+        main([str(run), *(flag.format(a=run) for flag in flags)])
+    assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
+
+
 @pytest.mark.parametrize("flags", [["-o", "report.html"], ["--png", "."]])
 def test_a_full_disk_is_told_by_name_and_keeps_the_old_report(flags, tmp_path, full_disk, monkeypatch):
     run = str(write_run(tmp_path / "a"))
     monkeypatch.chdir(tmp_path)
     name = "report.html" if flags[0] == "-o" else "overview.png"
-    (tmp_path / name).write_text("an older one", encoding="utf-8")
+    older = "an older <title>nanonorm: page</title>"
+    (tmp_path / name).write_text(older, encoding="utf-8")
     full_disk(2000)
     with pytest.raises(UserError, match=f"{name} cannot be written: File too large"):
         main([run, *flags])
     full_disk()
-    assert (tmp_path / name).read_text(encoding="utf-8") == "an older one"
+    assert (tmp_path / name).read_text(encoding="utf-8") == older
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(["a", name])
 
 
@@ -484,7 +497,7 @@ def test_the_picture_shows_the_recorded_numbers(tmp_path, monkeypatch):
     main([*map(str, runs), "--png", str(tmp_path / "png")])
     assert (tmp_path / "png" / "overview.png").stat().st_size > 5000
     monkeypatch.setattr(pictures, "save", lambda figure, path: drawn.append(figure))
-    pictures.save_overview(load_runs(runs), tmp_path / "png")
+    pictures.save_overview(load_runs(runs), tmp_path / "png")  # in the place of its own picture
     loss, stream, gradient = drawn[0].axes
     assert loss.lines[0].get_ydata().tolist() == [5.5, 5.0, 4.5, 4.0, 3.5]
     assert loss.lines[1].get_ydata().tolist() == [5.0, 4.5, 4.0, 3.5, 3.0]

@@ -274,6 +274,22 @@ def test_a_strangers_folder_is_not_overwritten(tmp_path, capsys):
     assert (tmp_path / "tiny" / "page.md").read_text(encoding="utf-8") == "text"
 
 
+def test_an_overwrite_deletes_what_a_run_has_written_and_nothing_else(tmp_path):
+    argv, folder = (recipe(tmp_path),), tmp_path / "tiny"
+    assert train(*argv) == 0
+    written = {p.relative_to(folder) for p in folder.rglob("*")}
+    mine = ["notes.txt", "report.html", "mine/x", "checkpoints/step_00000012_copy/model.safetensors"]
+    for name in mine:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("mine", encoding="utf-8")
+    (folder / "checkpoints" / "damaged_step_00000003").mkdir()
+    (folder / "diverged").mkdir()
+    assert train(*argv, "--overwrite") == 0
+    assert [(folder / name).read_text(encoding="utf-8") for name in mine] == ["mine"] * len(mine)
+    beside = {parent for name in mine for parent in (Path(name), *Path(name).parents)}
+    assert {p.relative_to(folder) for p in folder.rglob("*")} - beside == written - beside
+
+
 def test_an_overwrite_that_fails_leaves_the_run_as_it_was(tmp_path, capsys, monkeypatch):
     argv = (recipe(tmp_path),)
     assert train(*argv) == 0
@@ -281,7 +297,7 @@ def test_an_overwrite_that_fails_leaves_the_run_as_it_was(tmp_path, capsys, monk
     rename = Path.rename
 
     def refuse(self, target):
-        if self.name == "checkpoints":
+        if self.name.startswith("step_"):
             raise PermissionError(errno.EACCES, "Permission denied")
         return rename(self, target)
 

@@ -48,7 +48,7 @@ from tools.interchange import (
 from tools.vocabulary import BESIDE, FILES, SIZES, recognize, tokenizer_files
 from training.checkpoint import find, load_model, model_weights, read_about, save_model, save_tensors
 
-WRITTEN = ("model.safetensors", "config.json", *FILES)  # what a conversion writes, and may replace
+WRITTEN = ("model.safetensors", "config.json", *BESIDE)  # what a conversion writes, and may replace
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -240,8 +240,7 @@ def their_weights(family: Family, config: ModelConfig, weights: Weights) -> Weig
         if bias is not None and place is None:
             if bias.any():
                 raise UserError(
-                    f"bias: {module}.bias is not zero, and a {family.name} model has none there; "
-                    f"{'llama has, with qk_norm off; or ' if config.norm == 'rmsnorm' else ''}train with --no-bias"
+                    f"bias: {module}.bias is not zero, and a {family.name} model has none there; train with --no-bias"
                 )
             bias = None
         for kind, value in (("weight", weight), ("bias", bias)):

@@ -16,6 +16,7 @@ from base.files import atomic_file
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+MARK = "nanonorm"  # the title within a picture's file
 COLOURS = ("#00508F", "#A33600", "#009A6E", "#C86FA6", "#BE8300", "#2F95DA", "#16191D")
 DARK = ("#4DA3E0", "#F2833A", "#2DC39B", "#E39AC6", "#F0B429", "#9AD4F5", "#F4F5F7")  # the same on black
 DASHES = ("solid", "dash", "dot")  # as Plotly calls them
@@ -61,4 +62,4 @@ def save(figure: "Figure", path: Path) -> None:
     """Writes a picture in the format of the file's suffix, the same bytes for the same picture. Raises UserError."""
     stamp = {".png": "Software", ".pdf": "CreationDate", ".svg": "Date"}[path.suffix]
     with drawing(), atomic_file(path) as file:
-        figure.savefig(file, format=path.suffix[1:], dpi=160, metadata={stamp: None})
+        figure.savefig(file, format=path.suffix[1:], dpi=160, metadata={stamp: None, "Title": MARK})

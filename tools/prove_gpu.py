@@ -16,6 +16,7 @@ import itertools
 import json
 import os
 import platform
+import shlex
 import shutil
 import signal
 import statistics
@@ -33,7 +34,7 @@ import torch
 from pydantic.dataclasses import dataclass
 
 from base.cli import STRICT, UserError, require, run
-from base.files import atomic_file
+from base.files import atomic_file, check_writable
 from base.flags import options
 from base.timing import relative
 from configs import load_config, replace
@@ -47,6 +48,7 @@ from training.tracker import read_metrics
 
 RECIPE = "configs/gpt2_124m.toml"
 ROOT = Path(__file__).parents[1]
+HEAD = "| stage | | expected | came | |"  # of the table
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -303,6 +305,7 @@ def started(asked: Options, name: str) -> str:
     command = [sys.executable, "-m", "tools.prove_gpu", "--out", asked.out, "--stage", name]
     command += ["--nanogpt", asked.nanogpt] if asked.nanogpt else []
     with open(Path(asked.out, f"{name}.log"), "w", encoding="utf-8") as log:
+        print(shlex.join(command), file=log, flush=True)
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
         try:
             code = process.wait(timeout=STAGES[name].limit)
@@ -317,7 +320,7 @@ def started(asked: Options, name: str) -> str:
 
 def table(found: dict[str, tuple[str, list[Check]]]) -> str:
     """Markdown: for each stage how it ended, and for each of its lines what was expected and what came."""
-    lines = ["| stage | | expected | came | |", "|---|---|---|---|---|"]
+    lines = [HEAD, "|---|---|---|---|---|"]
     for name, (ended, checks) in found.items():
         lines.append(f"| **{name}** | | | {ended} | |")
         for check in checks:
@@ -337,6 +340,10 @@ def main(argv: Sequence[str]) -> None:
         raise UserError(f"--out: the folder {out} cannot be made: {e.strerror}") from None
     if asked.stage:
         return run_stage(asked, asked.stage)
+    check_writable("--out", f"{out}/table.md", HEAD)
+    for name in STAGES:
+        check_writable("--out", f"{out}/{name}.json", f'"stage": "{name}"')
+        check_writable("--out", f"{out}/{name}.log", f"--stage {name}")
     found = {}
     for name, stage in STAGES.items():
         keep(out, name, [])

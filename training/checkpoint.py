@@ -152,6 +152,12 @@ def step_of(path: Path) -> int | None:
     return int(found[1]) if found else None
 
 
+def is_own(path: Path) -> bool:
+    """Whether what lies in `checkpoints` is written here, as a copy under another name is not."""
+    name = path.name.removeprefix("damaged_")
+    return name in ("latest", "best") or name.startswith(".") or step_of(path.with_name(name)) is not None
+
+
 def folders(run_dir: Path) -> list[Path]:
     """The checkpoints of a run, whole or not, oldest first."""
     found = [path for path in (run_dir / "checkpoints").glob("step_*") if step_of(path) is not None]

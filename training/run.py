@@ -52,11 +52,12 @@ MAY_CHANGE = {  # on resume; everything else decides what the run computes
     "run": {f.name for f in dataclasses.fields(RunConfig)} - {"seed"},
 }
 UNFINISHED = {
-    "checkpoints",
-    ".writing_config.toml",
     ".launch",
     ".overwritten",
+    ".writing_config.toml",
+    "checkpoints",
 }  # of a start that is killed early
+OWN = {".launch", "config.toml", "run.json", "metrics.jsonl", "result.json", "wandb", "diverged", "spikes"}
 
 
 class RunFolder:
@@ -132,16 +133,20 @@ class RunFolder:
                 self.empty()
             (self.path / ".launch").write_text(launch(), encoding="utf-8")
 
+    def own_files(self) -> list[Path]:
+        """What a run has written in the folder; first what makes it a run, as half a run is none."""
+        inside = [p for p in (self.path / "checkpoints").glob("*") if checkpoint.is_own(p)]
+        own = [p for p in self.path.iterdir() if p.name in OWN or p.name.startswith(".writing_")]
+        return sorted(own, key=lambda p: p.name not in ("config.toml", ".launch")) + inside
+
     def empty(self) -> None:
-        """Deletes what the folder holds: all or, where something cannot be moved, nothing."""
+        """Deletes what a run has written in the folder: all or, where something cannot be moved, nothing."""
         aside = self.path / ".overwritten"
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(exist_ok=True)
         moved: list[Path] = []
         try:
-            # First what makes it a run: half a run is none.
-            entries = [p for p in self.path.iterdir() if p != aside]
-            for entry in sorted(entries, key=lambda p: p.name not in ("config.toml", ".launch")):
+            for entry in self.own_files():
                 entry.rename(aside / entry.name)
                 moved.append(entry)
         except OSError:

@@ -20,7 +20,10 @@ from base.cli import STRICT, require, run
 from base.files import atomic_file, check_writable
 from base.flags import Positional, options
 from configs import Config, load_config
+from tools.palette import MARK
 from tools.profile import classes, logging_cost, steps
+
+COMMAND = "python -m tools.profile"
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -81,8 +84,7 @@ def measure(act: Step | Switches | Logging, config: Config) -> tuple[dict[str, A
         return asdict(cost) | {"share": cost.share}, str(cost)
     found = classes.measure(config, act.rounds, act.compiled)
     if act.picture:
-        with atomic_file(Path(act.picture)) as file:
-            classes.draw(found, file)
+        classes.draw(found, Path(act.picture))
     return found, "\n".join(classes.table(found))
 
 
@@ -91,13 +93,15 @@ def main(argv: Sequence[str]) -> None:
     if own[:1] not in (["step"], ["switches"], ["logging"], ["--help"], ["-h"]):
         own = ["step", *own]
     about = "Where the time of training goes. Flags of train.py follow after `--`, as in `-- --batch-size 4`."
-    act = options(Step | Switches | Logging, own, "python -m tools.profile", about)
-    check_writable("--json", act.json)
-    check_writable("--picture", getattr(act, "picture", ""))
+    act = options(Step | Switches | Logging, own, COMMAND, about)
+    check_writable("--json", act.json, COMMAND)
+    check_writable("--picture", getattr(act, "picture", ""), MARK)
     found, text = measure(act, load_config([act.recipe, *flags]))
     if act.json:
         with atomic_file(Path(act.json)) as file:
-            file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            file.write_text(
+                json.dumps({"command": COMMAND, "results": found}, indent=1) + "\n", encoding="utf-8"
+            )
     print(text)
 
 

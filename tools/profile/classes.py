@@ -22,7 +22,7 @@ import kernels
 from base.cli import UserError
 from configs import Config, replace
 from model import GPT, Norm
-from tools.palette import drawing, line_style
+from tools.palette import drawing, line_style, save
 from tools.profile.steps import Steps, matrix_rate, speeds, steps_of
 
 CLASSES = (
@@ -246,4 +246,4 @@ def draw(found: dict[str, Any], path: Path) -> None:
         axes.set_xlabel("share of one training step")
         axes.set_xlim(0, 1)
         figure.legend(loc="outside lower center", ncols=3, frameon=False)
-        figure.savefig(path, dpi=150)
+    save(figure, path)

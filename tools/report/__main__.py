@@ -16,7 +16,7 @@ from typing import Annotated
 from pydantic.dataclasses import dataclass
 
 from base.cli import STRICT, require, run
-from base.files import atomic_file, writing
+from base.files import atomic_file, check_writable, writing
 from base.flags import Positional, Short, options
 from tools.report.frame import as_csv
 from tools.report.page import page
@@ -66,9 +66,10 @@ def main(argv: Sequence[str]) -> None:
         print(save_overview(runs, Path(chosen.png)))
     else:
         path = Path(chosen.output).absolute()
-        text = page(runs)
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
+        check_writable("--output", str(path), "<title>nanonorm: ")
+        text = page(runs)
         with atomic_file(path) as file:
             file.write_text(text, encoding="utf-8")
         print(f"{path}: open it in a browser")

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from base.files import writing
-from tools.palette import drawing, line_style, save
+from base.files import check_writable, writing
+from tools.palette import MARK, drawing, line_style, save
 from tools.report.runs import Run
 from tools.report.thin import thin_curve
 from training.metrics import QUANTITIES, Quantity
@@ -18,6 +18,10 @@ LEGEND_ROW = 90  # characters of labels
 
 def save_overview(runs: Sequence[Run], folder: Path) -> Path:
     """overview.png: the loss over time, and two quantities over depth, with one legend. Raises UserError."""
+    path = folder / "overview.png"
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    check_writable("--png", str(path), MARK)
     quantities = [q for q in QUANTITIES if q.id in OVERVIEW and any(q.id in run.places for run in runs)]
     with drawing():
         from matplotlib.figure import Figure
@@ -30,10 +34,8 @@ def save_overview(runs: Sequence[Run], folder: Path) -> Path:
         handles, names = axes[0].get_legend_handles_labels()
         columns = max(int(LEGEND_ROW // (max(map(len, names), default=1) + 6)), 1)
         figure.legend(handles, names, loc="outside lower center", ncols=min(len(runs), columns))
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    save(figure, folder / "overview.png")
-    return folder / "overview.png"
+    save(figure, path)
+    return path
 
 
 def draw_loss(ax, runs: Sequence[Run]) -> None:
