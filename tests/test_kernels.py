@@ -147,6 +147,16 @@ def test_triton_compiles_c_for_its_launcher(tmp_path, monkeypatch):
     assert "finds no icx;" in kernels.launcher_problem()
 
 
+def test_a_broken_triton_is_as_good_as_a_missing_one(monkeypatch):
+    monkeypatch.setattr(kernels, "HAS_TRITON", True)  # and what import_triton changes is as it was afterwards
+    monkeypatch.setattr(kernels, "why_no_triton", "")
+    monkeypatch.setitem(sys.modules, "triton", sys.modules.get("triton"))
+    monkeypatch.setitem(sys.modules, "triton.language", None)
+    kernels.import_triton()
+    assert "breaks (ModuleNotFoundError: " in kernels.triton_problem("cuda")
+    assert sys.modules["triton"] is None
+
+
 WITHOUT_TRITON = """
 import sys
 import importlib.util
