@@ -23,6 +23,7 @@ impl="triton" where Triton cannot run.
 import importlib.util
 import math
 import os
+import sys
 from collections import Counter
 
 import torch
@@ -38,6 +39,7 @@ MAX_D = 16384  # the longest row that the Triton kernels take: one program holds
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
+why_no_triton = "is not installed"
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # triton, too, reads it once
 
 launches: Counter = Counter()  # how often each Triton kernel ran, by name: proof of which path computes
@@ -124,10 +126,22 @@ def backend(impl, x):
     return eager
 
 
+def import_triton() -> None:
+    """Imports triton where it is installed. A broken one is as good as missing from then on, for torch as well."""
+    global HAS_TRITON, why_no_triton
+    try:
+        if HAS_TRITON:
+            import triton.language  # noqa: F401
+    except Exception as e:
+        place = getattr(importlib.util.find_spec("triton"), "origin", None) or "sys.path"
+        HAS_TRITON, why_no_triton = False, f"{place} breaks ({type(e).__name__}: {e})"
+        sys.modules["triton"] = None
+
+
 def triton_problem(device: str, width: int = 1) -> str | None:
     """Why Triton cannot norm rows of `width` elements on this type of device, in one sentence; None if it can."""
     if not HAS_TRITON:
-        return "The Triton kernels need the package triton (Linux only), which is not installed."
+        return f"The Triton kernels need the package triton (Linux only), which {why_no_triton}."
     if width > MAX_D:
         return f"The Triton kernels take rows of at most {MAX_D} elements, not {width}."
     if INTERPRETED:

@@ -26,10 +26,11 @@ import torch
 from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass
 
+import kernels
 from base import cli, flags
 from base.cli import STRICT, OneOf, UserError
 
-from . import HAS_TRITON, INTERPRETED, KINDS, MAX_D
+from . import INTERPRETED, KINDS, MAX_D
 from .calls import CALLS
 
 ARCHES = (80, 90, 100)
@@ -313,23 +314,26 @@ class Options:
 
 def main(argv: Sequence[str]) -> None:
     asked = flags.options(Options, argv, "python -m kernels.aot")
-    if not HAS_TRITON:
-        raise UserError("kernels.aot compiles with the package triton (Linux only), which is not installed")
+    kernels.import_triton()
+    if not kernels.HAS_TRITON:
+        raise UserError(
+            f"kernels.aot compiles with the package triton (Linux only), which {kernels.why_no_triton}"
+        )
     if INTERPRETED:
         raise UserError("kernels.aot cannot compile in a process with TRITON_INTERPRET=1; unset it")
     start = time.perf_counter()
     grid = itertools.product(asked.arch, asked.dim, asked.call, KINDS, STREAMS)
     cases = [Case(call, kind, stream, D, arch) for arch, D, call, kind, stream in grid]
     print(HEADER)
-    kernels, faults = 0, []
+    compiled, faults = 0, []
     with ProcessPoolExecutor(asked.jobs) as pool:
         for findings in pool.map(examine, cases, chunksize=4):
             for finding in findings:
                 row = table_row(finding)
                 print(row, flush=True)
                 faults += [f"{row}: {fault}" for fault in finding.faults()]
-                kernels += 1
-    print(f"{kernels} kernels compiled in {time.perf_counter() - start:.0f} s")
+                compiled += 1
+    print(f"{compiled} kernels compiled in {time.perf_counter() - start:.0f} s")
     print("\n".join(["FAULTS", *faults]) if faults else "no faults")
     if faults:
         raise SystemExit(1)

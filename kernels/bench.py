@@ -303,6 +303,7 @@ def parts(asked, device):
 
 def main(argv: Sequence[str]) -> None:
     asked = flags.options(Options, argv, COMMAND)
+    kernels.import_triton()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     bandwidth = copy_bandwidth(device) if device == "cuda" else None
     if device == "cuda":

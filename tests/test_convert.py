@@ -90,7 +90,7 @@ def test_a_vocabulary_must_fit_the_model(tmp_path, capsys):
     byte = ["--tokenizer", "byte", "-o", tmp_path / "ours"]
     wrong = error_of("from-nanogpt", tmp_path / "ckpt.pt", *byte)
     assert "byte has 257 different tokens, but the model's vocabulary has 23" in wrong
-    (tmp_path / "input.txt").write_text("the quick brown fox jumps av\n", encoding="utf-8")
+    (tmp_path / "input.txt").write_text("the quick brown fox jumps av\n", encoding="utf-8-sig")
     convert.main([str(a) for a in ("from-nanogpt", tmp_path / "ckpt.pt", *char)])
     capsys.readouterr()
     sample.main([str(tmp_path / "ours"), "--prompt", "fox", "--tokens", "5", "--device", "cpu"])

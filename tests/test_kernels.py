@@ -130,6 +130,16 @@ def test_why_triton_cannot_run(monkeypatch):
     assert "not installed" in kernels.triton_problem("cuda")
 
 
+def test_a_broken_triton_is_as_good_as_a_missing_one(monkeypatch):
+    monkeypatch.setattr(kernels, "HAS_TRITON", True)  # and what import_triton changes is as it was afterwards
+    monkeypatch.setattr(kernels, "why_no_triton", "")
+    monkeypatch.setitem(sys.modules, "triton", sys.modules.get("triton"))
+    monkeypatch.setitem(sys.modules, "triton.language", None)
+    kernels.import_triton()
+    assert "breaks (ModuleNotFoundError: " in kernels.triton_problem("cuda")
+    assert sys.modules["triton"] is None
+
+
 WITHOUT_TRITON = """
 import sys
 import importlib.util

@@ -113,7 +113,7 @@ def test_a_field_that_is_newer_than_a_run_had_todays_default_in_it(tmp_path):
 def test_the_runs_of_the_readme_do_not_differ_in_what_was_added_since(tmp_path):
     (old,) = load_runs(["docs/runs/pre"])
     new = replace(Config(), "model", **old.config["model"])
-    (tmp_path / "config.toml").write_text(to_toml(new), encoding="utf-8")
+    (tmp_path / "config.toml").write_text(to_toml(new), encoding="utf-8-sig")
     (tmp_path / "metrics.jsonl").write_text('{"iter": 0}\n', encoding="utf-8")
     assert "activation_checkpointing" not in differences(load_runs(["docs/runs/pre", tmp_path]))
 

@@ -217,6 +217,7 @@ def test_the_first_and_the_last_value_of_each_metric_are_known_after_a_resume(tm
     t = tracker(tmp_path, "disabled")
     for row in ({"iter": 0, "a": 1.0}, {"iter": 1, "b": 2.0}, {"iter": 2, "a": 3.0}):
         t.log(row)
+    t.path.write_text(t.path.read_text(), encoding="utf-8-sig")  # as an editor may save it
     again = tracker(tmp_path, "disabled")
     again.log({"iter": 3, "b": 4.0})
     assert (again.first, again.last) == ({"iter": 0, "a": 1.0, "b": 2.0}, {"iter": 3, "a": 3.0, "b": 4.0})

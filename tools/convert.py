@@ -204,7 +204,7 @@ def named_tokenizer(asked: FromNanogpt, vocab_size: int) -> dict[str, Any] | Non
         meta, size, name = {"name": asked.tokenizer}, SIZES[asked.tokenizer], asked.tokenizer
     else:
         try:
-            tokenizer = CharTokenizer(Path(asked.corpus).read_text(encoding="utf-8"))
+            tokenizer = CharTokenizer(Path(asked.corpus).read_text(encoding="utf-8-sig"))
         except (OSError, UnicodeDecodeError) as e:
             raise UserError(f"{asked.corpus} cannot be read: {e}") from None
         meta, size, name = tokenizer.meta, tokenizer.vocab_size, asked.corpus
@@ -231,7 +231,7 @@ def local_folder(source: str) -> Path:
 
 def read_json(file: Path) -> dict[str, Any]:
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = json.loads(file.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise UserError(f"{file} does not exist, so {file.parent} holds no model of transformers") from None
     except (OSError, ValueError, RecursionError) as e:

@@ -32,6 +32,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+import kernels
 from base.cli import UserError, explanation
 from base.files import atomic_folder
 from model import GPT, ModelConfig
@@ -373,6 +374,7 @@ def on_meta(config: ModelConfig, weights: dict[str, Tensor], problem: str) -> GP
         raise UserError(f"{problem}: vocab_size is 0; it must be positive")
     if config.n_layer > len(weights):
         raise UserError(f"{problem}: n_layer is {config.n_layer}, but there are only {len(weights)} weights")
+    kernels.import_triton()  # torch does, for this device
     try:
         with torch.device("meta"):
             return GPT(config)

@@ -96,7 +96,9 @@ class RunFolder:
         if any(checkpoint.step_of(path) for path in checkpoint.folders(self.path)):
             return True
         try:
-            return {"model", "run"} <= tomllib.loads((self.path / "config.toml").read_text("utf-8")).keys()
+            return {"model", "run"} <= tomllib.loads(
+                (self.path / "config.toml").read_text("utf-8-sig")
+            ).keys()
         except (OSError, ValueError):
             return False
 

@@ -35,6 +35,7 @@ def start(config: Config) -> tuple[Config, Runtime]:
     torch.backends.cuda.matmul.allow_tf32 = config.run.tf32
     check_division(config, world)
     config = replace(config, "model", dtype=choose_dtype(config.model.dtype, device, config.model.n_embd))
+    kernels.import_triton()
     problem = kernels.triton_problem(kind, config.model.n_embd)
     if problem and config.model.kernel == "triton":
         raise UserError(f"--kernel triton: {problem[0].lower()}{problem[1:]}")

@@ -23,9 +23,9 @@ WANDB_SECONDS = 15.0  # between two times that wandb is given rows; its service 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The rows of a metrics.jsonl; a last line that a kill cut short is left out."""
     rows = []
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for line in lines:
-            if line.endswith("\n"):
+            if line.endswith(b"\n"):
                 rows.append(json.loads(line))
     return rows
 

@@ -237,7 +237,7 @@ def load_runs(
 
 def load(folder: Path, known: dict[Path, Columns]) -> tuple[dict, dict, Columns]:
     try:
-        config = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
+        config = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8-sig"))
         columns = known.setdefault(folder, Columns(folder / "metrics.jsonl"))
         columns.read_on()
         if not columns.count:
