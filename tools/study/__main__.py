@@ -55,8 +55,8 @@ def repeat(study: Study, name: str) -> None:
         raise UserError(
             f"--cell {name} is none of the {len(study.cells)} cells, such as {next(iter(study.cells))}"
         )
-    study.take()
-    before, after = study.finished(name), study.run(name)
+    with study.take():
+        before, after = study.finished(name), study.run(name)
     print(f"{name}: validation loss {after['val_loss']!r}")
     if before is not None:
         same = before["curve"] == after["curve"]
@@ -88,8 +88,8 @@ def main(argv: Sequence[str]) -> None:
     if asked.cell:
         return repeat(study, asked.cell)
     place = place_of_results(asked.docs or str(study.out), study.name)
-    study.take()
-    found = list(study.run_all(asked.jobs).values())
+    with study.take():
+        found = list(study.run_all(asked.jobs).values())
     command = ["python", "-m", "tools.study", asked.recipe]
     command += ["--docs", asked.docs] if asked.docs else []
     results.write(place, found, shlex.join(command))

@@ -17,7 +17,7 @@ from typing import Any
 from tqdm import tqdm
 
 from base.cli import UserError
-from base.files import atomic_file
+from base.files import Lock, atomic_file, lock
 from configs import GRID, OWNER, flags_of, load_config
 from tools.report.page import page
 from tools.report.runs import load_runs
@@ -80,16 +80,18 @@ class Study:
         place = ["--out-dir", str(self.out), "--run-name", name]
         return [str(self.recipe), *flags_of(self.fields(name)), *place, "--overwrite", "--wandb", "disabled"]
 
-    def take(self) -> None:
-        """Makes the folder of the runs, whose runs are overwritten. Raises UserError for one of somebody else's."""
+    def take(self) -> Lock:
+        """Makes and locks the folder of the runs, which are overwritten. Raises UserError for another's."""
         try:
             self.out.mkdir(parents=True, exist_ok=True)
             if any(self.out.iterdir()) and not (self.out / MARK).is_file():
                 raise UserError(f"{self.out} holds files that no study has written; pass another --out")
         except OSError as e:
             raise UserError(f"the folder {self.out} for the runs cannot be made: {e.strerror}") from None
+        held = lock(self.out, held=f"{self.out} is being filled by another study; pass another --out")
         with atomic_file(self.out / MARK) as file:
             shutil.copyfile(self.recipe, file)
+        return held
 
     def run(self, name: str) -> dict[str, Any]:
         """Trains one cell and keeps its result. Raises UserError if train.py fails, other than by divergence."""
