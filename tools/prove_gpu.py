@@ -206,7 +206,7 @@ def memory(asked: Options) -> Iterator[Check]:
         with with_data(load_config([RECIPE, *flags]), random_tokens=True) as config:
             steps = steps_of(config)
             trainer = steps.trainer
-            probe = Probe(trainer.model, trainer.windows, trainer.norms)
+            probe = Probe(trainer.model, trainer.windows, trainer.norms, trainer.micro_batch)
             step, look = peak_gib(steps), peak_gib(probe.measure)
             yield figure(f"micro-batch {micro}: peak of a step, of the closer look, GiB", [step, look])
             if micro == "2":

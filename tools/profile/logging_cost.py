@@ -60,7 +60,8 @@ class Watched:
         config, dataset = open_data(config, runtime)
         self.trainer = Trainer(config, runtime, dataset)
         self.wait = torch.get_device_module(runtime.device).synchronize
-        self.probe = Probe(self.trainer.model, self.trainer.windows, self.trainer.norms)
+        trainer = self.trainer
+        self.probe = Probe(trainer.model, trainer.windows, trainer.norms, trainer.micro_batch)
         self.tracker, self.steps = Tracker(folder, config, {}, None), 0
         self.length = max(config.run.log_interval, 2 * FELT + 2)
         self.seconds: dict[str, list[float]] = defaultdict(list)  # a number per round
