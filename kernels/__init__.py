@@ -23,8 +23,11 @@ impl="triton" where Triton cannot run.
 import importlib.util
 import math
 import os
+import shutil
 import sys
+import sysconfig
 from collections import Counter
+from pathlib import Path
 
 import torch
 
@@ -152,4 +155,18 @@ def triton_problem(device: str, width: int = 1) -> str | None:
         return "The Triton kernels need a CUDA device, and torch finds none on this machine."
     if torch.version.hip:  # where the device is called cuda, too
         return "The Triton kernels are written for NVIDIA's GPUs, and this torch is built for AMD's."
+    return LAUNCHER_PROBLEM
+
+
+def launcher_problem() -> str | None:
+    """Why Triton cannot compile the C code that launches its kernels, in one sentence; None if it can."""
+    compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+    if not any(map(shutil.which, compilers)):
+        return f"Triton needs a C compiler, and finds no {' and no '.join(compilers)}; install gcc, or name one in CC."
+    header = Path(sysconfig.get_paths("posix_prefix")["include"], "Python.h")
+    if not header.exists():
+        return f"Triton needs Python's C headers, and there is no {header}; install python3-dev or the like."
     return None
+
+
+LAUNCHER_PROBLEM = launcher_problem()  # once, as torch.compile cannot trace it

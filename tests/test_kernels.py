@@ -123,11 +123,28 @@ def test_why_triton_cannot_run(monkeypatch):
     with pytest.raises(ValueError, match="need a CUDA device, not cpu"):
         kernels.norm(x, (gain, None), impl="triton", **OPTIONS)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert kernels.triton_problem("cuda") is None
+    for problem in (None, "Triton needs a C compiler"):
+        monkeypatch.setattr(kernels, "LAUNCHER_PROBLEM", problem)
+        assert kernels.triton_problem("cuda") == problem
     monkeypatch.setattr(torch.version, "hip", "6.4")  # AMD's build, which calls its devices cuda
     assert "written for NVIDIA" in kernels.triton_problem("cuda")
     monkeypatch.setattr(kernels, "HAS_TRITON", False)
     assert "not installed" in kernels.triton_problem("cuda")
+
+
+def test_triton_compiles_c_for_its_launcher(tmp_path, monkeypatch):
+    compiler = tmp_path / "gcc"
+    compiler.touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr("sysconfig.get_paths", lambda scheme: {"include": str(tmp_path)})
+    assert "headers, and there is no" in kernels.launcher_problem()
+    (tmp_path / "Python.h").touch()
+    assert kernels.launcher_problem() is None
+    compiler.unlink()
+    assert "no gcc and no clang;" in kernels.launcher_problem()
+    monkeypatch.setenv("CC", "icx")
+    assert "finds no icx;" in kernels.launcher_problem()
 
 
 def test_a_broken_triton_is_as_good_as_a_missing_one(monkeypatch):

@@ -332,6 +332,7 @@ def test_colours_by_a_setting_and_seeds_as_mean_and_band(opened, tmp_path):
 
 def test_a_run_that_diverged_flattens_no_other(opened, tmp_path):
     wild = [row | {"train/loss": 5.5 if row["iter"] == 0 else 400.0} for row in rows_of(3, 20)[:3]]
+    wild[-1] |= {key: 1e6 for key in wild[-1] if key.startswith("residual_rms/")}
     report = ["step 11 diverged: the loss is not finite", "  where    layer_01.mlp"]
     good, bad = (
         write_run(tmp_path / "good"),
@@ -347,6 +348,7 @@ def test_a_run_that_diverged_flattens_no_other(opened, tmp_path):
     assert [(m["meta"], m["x"], m["text"]) for m in mark] == [("bad", [10], ["diverged at step 11"])]
     assert "bad: diverged at step 11" in tab.locator("#reports").inner_text()
     assert "where    layer_01.mlp" in tab.locator("#reports").inner_text()
+    assert tab.locator("#heat-high").inner_text() == "140"
     assert texts(tab, "#runs small")[1] == "diverged at step 11"
     assert texts(tab, "#table td:nth-child(2)") == ["done", "diverged at step 11"]
     tab.locator("#whole").check()
@@ -409,6 +411,18 @@ def test_twenty_deep_runs(opened, tmp_path):
     assert found["loss"] == 20
     assert {found[f"profile-{c}"] for c in TABLES} == {20}
     assert tab.evaluate("document.documentElement.scrollWidth") == 390
+
+
+def test_names_of_folders_are_text_and_nothing_else(opened, tmp_path):
+    names = ["<!--<script>", "<title>&amp;", "[[script]] $&", "__proto__", "a (2 seeds)", "x" * 200]
+    for name in names:
+        write_run(tmp_path / name)
+    main([str(tmp_path), "-o", str(tmp_path / "report.html")])
+    tab = opened(tmp_path / "report.html")
+    assert set(lines(tab).values()) == {1, len(names)}, "a heat map of each, all others of all"
+    assert set(texts(tab, "#table td:first-child")) == set(names)
+    assert tab.title() == f"nanonorm: {' · '.join(sorted(names)[:3])} …"
+    assert tab.evaluate("document.documentElement.scrollWidth") == 1440, "nothing sticks out"
 
 
 def test_watching_shows_new_rows_and_new_runs_and_keeps_what_was_chosen(opened, tmp_path):

@@ -235,6 +235,14 @@ def test_two_processes_on_one_gpu_are_refused(monkeypatch):
     setup.check_gpus(Runtime(torch.device("cpu"), 0, 2))
 
 
+def test_compile_without_a_c_compiler_is_refused(monkeypatch):
+    monkeypatch.setattr(setup, "choose_device", lambda asked: "cuda")
+    monkeypatch.setattr(setup, "own_gpu", lambda local_rank: torch.device("cpu"))
+    monkeypatch.setattr(setup.kernels, "LAUNCHER_PROBLEM", "Triton needs a C compiler.")
+    with pytest.raises(UserError, match="--compile: Triton needs a C compiler"):
+        setup.start(load_config(["configs/shakespeare_char.toml", "--compile"]))
+
+
 def test_post_norm_without_warm_up_is_warned_of(place, capsys):
     flags = ["--placement", "post", "--max-iters", "1", "--wandb", "disabled", "--run-name"]
     train.main([str(place / "tiny.toml"), *flags, "cold", "--warmup-iters", "0"])

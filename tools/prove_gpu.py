@@ -17,12 +17,10 @@ import json
 import os
 import platform
 import shlex
-import shutil
 import signal
 import statistics
 import subprocess
 import sys
-import sysconfig
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
@@ -38,6 +36,7 @@ from base.files import atomic_file, check_writable
 from base.flags import options
 from base.timing import relative
 from configs import load_config, replace
+from kernels import LAUNCHER_PROBLEM
 from tools.against_nanogpt import compete, load_nanogpt, peer_steps, summary, with_data
 from tools.claims.claim import Check, at_least, at_most, equal, figure
 from tools.claims.page import cell
@@ -77,17 +76,14 @@ class Stage(NamedTuple):
 def machine(asked: Options) -> Iterator[Check]:
     """What is there, and how fast it can be at most."""
     yield figure("Python, torch", f"{platform.python_version()}, {torch.__version__}")
-    header = Path(sysconfig.get_paths()["include"], "Python.h")
-    compiler = shutil.which(os.environ.get("CC", "")) or shutil.which("gcc") or shutil.which("clang")
     if not torch.cuda.is_available():
-        yield figure("C compiler, Python.h", f"{compiler}, {header.exists()}")
         return
     import triton
 
     yield figure(
         "GPU, triton, CUDA", f"{torch.cuda.get_device_name()}, {triton.__version__}, {torch.version.cuda}"
     )
-    yield equal("a C compiler and Python.h, for Triton's launcher", bool(compiler) and header.exists(), True)
+    yield equal("what Triton's launcher lacks", LAUNCHER_PROBLEM, None)
     from kernels.bench import copy_bandwidth
 
     yield figure("a copy moves, GB/s", copy_bandwidth("cuda") / 1e9)

@@ -39,6 +39,8 @@ def start(config: Config) -> tuple[Config, Runtime]:
     problem = kernels.triton_problem(kind, config.model.n_embd)
     if problem and config.model.kernel == "triton":
         raise UserError(f"--kernel triton: {problem[0].lower()}{problem[1:]}")
+    if config.run.compile and kind == "cuda" and kernels.LAUNCHER_PROBLEM:
+        raise UserError(f"--compile: {kernels.LAUNCHER_PROBLEM}")
     if config.run.compile and kind == "cpu" and not any(map(shutil.which, ("g++", "clang++", "c++", "cl"))):
         raise UserError(
             "--compile needs a C++ compiler on the CPU, and none was found; install g++ or leave it out"

@@ -78,8 +78,9 @@ function meanOfSeeds(members) {
   const pairs = (kind, merge) => Object.fromEntries(Object.keys(members[0][kind])
     .filter((id) => members.every((run) => run[kind][id]))
     .map((id) => [id, merge(members.map((run) => run[kind][id]))]));
+  const seeds = `(${members.length} seeds)`;
   return {
-    ...members[0], label: `${members[0].label} (${members.length} seeds)`, name: `${members[0].name} (${members.length} seeds)`, marks: { spike: [], diverged: [] },
+    ...members[0], seeds, label: `${members[0].label} ${seeds}`, name: `${members[0].name} ${seeds}`, marks: { spike: [], diverged: [] },
     curves: pairs("curves", meanOfCurves), tables: pairs("tables", meanOfTables),
   };
 }

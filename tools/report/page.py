@@ -2,7 +2,9 @@
 
 import json
 import math
+import re
 from collections.abc import Collection, Sequence
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ SCRIPTS = ("page.js", "charts.js", "quantities.js")  # one script
 POINTS = (300, 1500)  # of a curve, at least and at most,
 ALL_POINTS = 8_000  # and of one curve in all runs together
 CELLS = 350_000  # numbers in all tables of a page, which share them; about 3 MB
-STEPS = (40, 60, 80, 120, 160, 200, 250)  # of a table, which has the same of a page's tables
+STEPS = (30, 40, 60, 80, 120, 160, 200, 250)  # of a table, which has the same of a page's tables
 GAP = Quantity("gap", "run", "linear", "high", "Validation minus training loss", "nats",
                "training: mean of the five rows before the evaluation")  # fmt: skip
 MAIN = ("train_grad_norm", "train_lr", "perf_tokens_per_s", "gap")  # the curves beside the loss
@@ -33,16 +35,18 @@ LOSSES = ("train_loss", "val_loss")
 
 def page(runs: Sequence[Run], more: dict[str, Any] | None = None) -> str:
     """The whole page; `more` is added to its data. Raises UserError where plotly is not installed."""
+    title = " · ".join(run.label for run in runs[:3]) + (" …" if len(runs) > 3 else "")
+    parts = {
+        "title": escape(title),
+        "style": (HERE / "page.css").read_text(encoding="utf-8"),
+        "data": as_json(page_data(runs) | (more or {})).replace(
+            "<", "\\u003c"
+        ),  # no tag, whatever a run is called
+        "script": "\n".join((HERE / name).read_text(encoding="utf-8") for name in SCRIPTS),
+        "plotly": plotly_script(),
+    }
     html = (HERE / "page.html").read_text(encoding="utf-8")
-    for name, content in (
-        ("title", " · ".join(run.label for run in runs[:3]) + (" …" if len(runs) > 3 else "")),
-        ("style", (HERE / "page.css").read_text(encoding="utf-8")),
-        ("data", as_json(page_data(runs) | (more or {})).replace("</", "<\\/")),
-        ("script", "\n".join((HERE / name).read_text(encoding="utf-8") for name in SCRIPTS)),
-        ("plotly", plotly_script()),
-    ):
-        html = html.replace(f"[[{name}]]", content)
-    return html
+    return re.sub(r"\[\[(\w+)\]\]", lambda found: parts[found[1]], html)
 
 
 def plotly_script() -> str:

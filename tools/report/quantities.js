@@ -90,10 +90,15 @@ function lossMarks(run, train, range) {
 // The step from which the loss chart's range is taken.
 const beginning = (run) => Math.max(run.warmup, 0.05 * run.lastStep);
 
+// The runs that have not diverged, which set the scales; all where there is no other.
+function steady(runs) {
+  const found = runs.filter((run) => run.state !== "diverged");
+  return found.length ? found : runs;
+}
+
 function lossRange() {
-  const runs = shown().some((run) => run.state !== "diverged") ? shown().filter((run) => run.state !== "diverged") : shown();
   const numbers = [], first = [];
-  for (const run of runs) {
+  for (const run of steady(shown())) {
     for (const curve of [run.curves.train_loss, run.curves.val_loss].filter(Boolean)) {
       const x = xs(run, curve.steps);
       const inside = (i) => (state.zoom ? x[i] >= state.zoom[0] && x[i] <= state.zoom[1] : curve.steps[i] >= beginning(run));
@@ -138,7 +143,6 @@ function rowAt(table, step) {
 }
 
 const having = (id) => shown().filter((run) => run.tables[id]);
-const atPlace = (run, place, step) => `${run.name}, ${place}, step ${number(step)}`;
 
 function drawProfiles() {
   for (const q of data.tables) {
@@ -169,7 +173,7 @@ function profileTraces(q, run) {
       mode, line: { ...style(run), width: 1.8 },
       marker: { color: style(run).color, size: 5, symbol: GAIN_MARKERS[kind] || "circle" },
     };
-    return run.label.endsWith("seeds)") ? [...spread(run, x, pick(table.low[row]), pick(table.high[row])), line] : [line];
+    return run.seeds ? [...spread(run, x, pick(table.low[row]), pick(table.high[row])), line] : [line];
   });
 }
 
@@ -184,20 +188,20 @@ function kinds(q, table) {
   return groups;
 }
 
-// One colour scale for all runs, also the hidden ones, from the 1st to the 99th percentile of what is drawn.
+// One colour scale for all runs, from the 1st to the 99th percentile of those that have not diverged, also the hidden ones.
 function drawHeats() {
   const q = quantity(state.heat), part = q.alarm === "low" ? "low" : "high";
   const runs = entities.filter((run) => run.tables[q.id]);
   figures("heats", runs.map((run) => ({ id: `heat-${run.index}`, title: run.label, about: "" })));
   const cells = (table) => table[part] || table.values;
   const tone = (v) => (positive(q, v) === null ? null : q.log ? Math.log10(v) : v);
-  const all = runs.flatMap((run) => cells(run.tables[q.id]).flat()).map(tone).filter((v) => v !== null).sort((a, b) => a - b);
+  const all = steady(runs).flatMap((run) => cells(run.tables[q.id]).flat()).map(tone).filter((v) => v !== null).sort((a, b) => a - b);
   const low = all[Math.floor(0.01 * all.length)] ?? 0, high = all[Math.ceil(0.99 * all.length) - 1] ?? 1;
   const back = (v) => String(+(q.log ? 10 ** v : v).toPrecision(3));
   const colorscale = data.palette.heat.map((colour, i, list) => [i / (list.length - 1), colour]);
   [$("heat-low").textContent, $("heat-high").textContent] = [back(low), back(high)];
   $("heat-bar").style.background = `linear-gradient(90deg, ${data.palette.heat.join(", ")})`;
-  $("heat-hint").textContent = `one scale for all runs${q.log ? ", logarithmic" : ""}, from the 1st to the 99th percentile; where several steps share a column, the ${part === "low" ? "least" : "largest"} of them`;
+  $("heat-hint").textContent = `one scale for all runs${q.log ? ", logarithmic" : ""}, from the 1st to the 99th percentile of those that have not diverged; where several steps share a column, the ${part === "low" ? "least" : "largest"} of them`;
   for (const run of runs) {
     const id = `heat-${run.index}`;
     $(id).parentElement.hidden = !shown().includes(run);
@@ -262,7 +266,7 @@ function extremeOf(q, ends) {
   for (const { run, table, rows } of ends) {
     rows.forEach((row, i) => {
       const [v, place] = row[side];
-      if (v !== null && (best === null || sign * v > sign * best.v)) best = { v, words: atPlace(run, place, table.steps[i]) };
+      if (v !== null && (best === null || sign * v > sign * best.v)) best = { v, words: `${run.name}, ${place}, step ${number(table.steps[i])}` };
     });
   }
   return best ? `${side === "low" ? "least" : "largest"} ${number(best.v)}: ${best.words}` : "";
