@@ -146,7 +146,6 @@ def test_what_is_not_a_studys_stays_and_is_told_before_anything_runs(
     assert Path(there).read_text(encoding="utf-8") == '{"mine": 1}'
 
 
-@pytest.mark.slow
 def test_two_studies_do_not_fill_one_folder_at_once(place, tmp_path):
     study = Study(place, str(tmp_path / "out"))
     with study.take(), pytest.raises(UserError, match="is being filled by another study"):
@@ -154,6 +153,7 @@ def test_two_studies_do_not_fill_one_folder_at_once(place, tmp_path):
     study.take().release()
 
 
+@pytest.mark.slow
 def test_an_interruption_is_no_traceback_and_the_same_command_goes_on(place, tmp_path):
     """Ctrl-C reaches the study and its runs."""
     long = tmp_path / "long.toml"
