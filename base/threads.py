@@ -4,6 +4,7 @@ The threads of an operation wait by spinning, the fastest way on cores of their 
 spinning thread takes the time in which the awaited one could run, and training slows down several times over.
 """
 
+import importlib
 import os
 import time
 from collections.abc import MutableMapping
@@ -24,6 +25,9 @@ def share_processors(environment: MutableMapping[str, str] = os.environ) -> None
     if settled(environment):
         return
     before = Look.now()
+    # Libraries that are needed anyway: a program that starts at the same moment is busy then, and so is seen.
+    importlib.import_module("numpy")
+    importlib.import_module("pydantic.dataclasses")
     time.sleep(LOOK_SECONDS)
     if Look.now().others_since(before) > BUSY:
         environment["OMP_WAIT_POLICY"] = "PASSIVE"

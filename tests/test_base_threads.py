@@ -88,6 +88,17 @@ def test_a_run_says_nothing_of_its_own_threads(machine):
     assert neighbours.advice() == ""
 
 
+def test_a_program_that_starts_at_the_same_moment_is_seen_at_its_imports():
+    source = """
+import sys
+import base.threads
+real = base.threads.Look.now
+base.threads.Look.now = lambda: print("pydantic.dataclasses" in sys.modules) or real()
+base.threads.share_processors({})
+"""
+    assert subprocess.check_output([sys.executable, "-c", source], text=True) == "False\nTrue\n"
+
+
 @pytest.mark.parametrize("module", ["train", "tools.sample"])
 def test_the_choice_comes_before_torch_is_imported(module):
     source = f"""
