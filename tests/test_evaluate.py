@@ -14,7 +14,7 @@ from base.cli import UserError
 from data.batches import EvalWindows
 from data.dataset import open_dataset
 from data.tokenizer import ByteTokenizer, CharTokenizer, TiktokenTokenizer
-from tools import evaluate
+from tools import evaluate, sample
 from tools.vocabulary import token_bytes
 from training.checkpoint import about, load_model, model_weights, save_model
 
@@ -181,3 +181,15 @@ def test_what_cannot_be_evaluated_is_refused_in_one_sentence(place, tmp_path, ca
         with pytest.raises(UserError, match=says):
             evaluate.main([*map(str, words), "--dataset", str(place / "data"), "--device", "cpu"])
         assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("tool", [evaluate, sample])
+def test_weights_whose_squares_overflow_are_refused(tool, place, tmp_path):
+    """The norm of such a row is 0, and all ids would be equally likely."""
+    model = build(vocab_size=257, norm="rmsnorm")
+    with torch.no_grad():
+        model.embed.weight.mul_(1e23)
+    save_model(tmp_path, model_weights(model), about(model, {"name": "byte"}))
+    data = ["--dataset", str(place / "data")] if tool is evaluate else []
+    with pytest.raises(UserError, match=r": the stream's RMS is not finite after embed; such weights"):
+        tool.main([str(tmp_path), *data, "--device", "cpu"])

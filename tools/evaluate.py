@@ -28,6 +28,7 @@ from data.tokenizer import load_tokenizer
 from model import GPT
 from tools.vocabulary import token_bytes
 from training.checkpoint import find, load_model, read_about
+from training.dynamics import check_stream
 from training.setup import choose_device
 
 LOGITS = 2**26  # that are in memory at once
@@ -184,6 +185,7 @@ def evaluations(asked: Options, dataset: Dataset) -> Iterator[dict[str, Any]]:
     sizes = [known_sizes(path, read_about(path)["tokenizer"], dataset) for path in paths]
     for name, path, written in zip(asked.runs, paths, sizes, strict=True):
         model = load_model(path).to(device)
+        check_stream(model, name)
         context = asked.context or model.config.block_size
         if context > model.config.block_size:
             raise UserError(

@@ -12,6 +12,7 @@ from base.cli import STRICT, require, run
 from base.flags import Positional, options
 from data import load_tokenizer
 from training.checkpoint import find, load_model, read_about
+from training.dynamics import check_stream
 from training.sampling import grown
 from training.setup import choose_device
 
@@ -75,6 +76,7 @@ def main(argv: Sequence[str]) -> None:
     asked = options(Options, argv, "python -m tools.sample")
     path = find(asked.run, asked.checkpoint)
     model = load_model(path).to(choose_device(asked.device))
+    check_stream(model, asked.run)
     tokenizer = load_tokenizer(read_about(path)["tokenizer"])
     how = {
         name: getattr(asked, name) for name in ("prompt", "tokens", "samples", "temperature", "top_k", "seed")

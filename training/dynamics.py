@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from base.cli import UserError
 from model import GPT, Norm
-from training.metrics import branch_names, part_names
+from training.metrics import branch_names, depth_names, part_names
 from training.parallel import Runtime, is_shard
 
 
@@ -70,6 +71,18 @@ def row_norms(x: Tensor) -> Tensor:
     Of rows, as the sum that one norm takes over ten million numbers loses four digits on the CPU.
     """
     return torch.linalg.vector_norm(x.detach(), dim=-1, dtype=torch.promote_types(x.dtype, torch.float32))
+
+
+@torch.no_grad()
+def check_stream(model: GPT, name: str) -> None:
+    """Raises UserError where the stream's RMS is not finite for the first ids: a norm would give zeros in silence."""
+    finite: list[bool] = []
+    device, config = next(model.parameters()).device, model.config
+    tokens = torch.arange(min(config.vocab_size, config.block_size), device=device)[None]
+    model.read(tokens, watch=lambda x: finite.append(mean_square(x).isfinite().item()))
+    if not all(finite):
+        depth = depth_names(config.n_layer)[finite.index(False)]
+        raise UserError(f"{name}: the stream's RMS is not finite after {depth}; such weights predict nothing")
 
 
 def mean_square(x: Tensor) -> Tensor:
