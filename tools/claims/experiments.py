@@ -320,7 +320,7 @@ def qk_bound(model: GPT) -> float:
 def logits(job: Row) -> Row:
     """The largest attention logit of all layers every few steps, and the bound that QK-norm sets at the end."""
     trainer = short_run(LOGIT_MODEL | {"qk_norm": job["qk_norm"]}, job["seed"], job["lr"])
-    probe = Probe(trainer.model, trainer.windows, trainer.norms)
+    probe = Probe(trainer.model, trainer.windows, trainer.norms, trainer.micro_batch)
     largest, losses = [], []
     for step in range(LOGIT_STEPS + 1):
         if step % LOGIT_SPACING == 0:
