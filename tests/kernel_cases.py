@@ -61,6 +61,17 @@ class Case:
         }
 
 
+def strided(t, layout):
+    """The same values under other strides."""
+    if layout == "transposed":
+        return t.transpose(0, -1).contiguous().transpose(0, -1)
+    if layout == "sliced":
+        return torch.cat([t, t + 1, t], -1)[..., : t.shape[-1]]
+    if layout == "offset":
+        return torch.cat([t.flatten()[:3], t.flatten()])[3:].view(t.shape)
+    return t
+
+
 def call(case, tensors, functions=kernels, eps=EPS, **how):
     """The results by name, from `functions` with norm and join: those of `kernels` run Triton unless told otherwise."""
     how = ({"impl": "triton"} if functions is kernels else {}) | how

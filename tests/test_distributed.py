@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from distributed_worker import CASES, measure
-from tiny_runs import before_step, finish, launch, recipe, rows, saved, start, train, wait_for
+from tiny_runs import assert_same_course, before_step, finish, launch, recipe, saved, start, train, wait_for
 
 from configs import load_config
 from data import open_dataset
@@ -20,29 +20,32 @@ from training.run import EXIT_STOPPED
 from training.setup import accumulation
 from training.trainer import Trainer
 
-ALONE = Runtime(torch.device("cpu"))
+TWO_GPUS = (
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+)
 
 
 # Numbers
 
 
-@pytest.fixture(scope="module")
-def compared(tmp_path_factory) -> tuple[Path, dict]:
-    """(recipe, what two processes measured in every case)."""
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=TWO_GPUS)])
+def compared(request, tmp_path_factory) -> tuple[Path, Runtime, dict]:
+    """(recipe, one process's place, what two processes measured in every case); with NCCL not run yet."""
     folder = tmp_path_factory.mktemp("compared")
-    file, result = recipe(folder), folder / "result.json"
+    file, result = recipe(folder, device=request.param), folder / "result.json"
     code, _, error = finish(
         start("compare", file, result, processes=2, program="tests/distributed_worker.py")
     )
     assert code == 0, error
-    return file, json.loads(result.read_text())
+    return file, Runtime(torch.device(request.param)), json.loads(result.read_text())
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_two_processes_train_as_one(compared, parallel, case):
-    file, found = compared
-    together, alone = found[f"{parallel} {case}"], measure(ALONE, str(file), CASES[case])
+    file, one, found = compared
+    together, alone = found[f"{parallel} {case}"], measure(one, str(file), CASES[case])
     exact = case not in ("bfloat16", "float16")  # where another order of summation is another rounding
     loss_tolerance, tolerance = (1e-5, 1e-4) if exact else (2e-3, 3e-2)
     for ours, theirs in zip(together["rows"], alone["rows"], strict=True):
@@ -62,11 +65,11 @@ def test_two_processes_train_as_one(compared, parallel, case):
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_the_dtype_policy_is_that_of_one_process(compared, parallel, dtype):
     """Parameters and moments in float32; the first forward, which no order of summation enters, to the last bit."""
-    file, found = compared
+    file, one, found = compared
     together = found[f"{parallel} {dtype}"]
     assert together["dtypes"] == ["torch.float32"]
-    alone = measure(ALONE, str(file), CASES[dtype])
-    single = measure(ALONE, str(file), CASES["plain"])
+    alone = measure(one, str(file), CASES[dtype])
+    single = measure(one, str(file), CASES["plain"])
     forward = {k: v for k, v in alone["rows"][0].items() if k.startswith("residual_rms/")}
     assert {k: together["rows"][0][k] for k in forward} == pytest.approx(forward, rel=3e-7)
     assert {k: single["rows"][0][k] for k in forward} != pytest.approx(forward, rel=3e-6)
@@ -98,21 +101,6 @@ def workers(torchrun: int) -> dict[int, int]:
             if variable.startswith(b"RANK="):
                 found[int(variable.removeprefix(b"RANK="))] = pid
     return found
-
-
-def assert_same_course(run_dir: Path, whole: Path) -> None:
-    """The same steps with the same numbers, but for the order of summation."""
-    ours, theirs = rows(run_dir), rows(whole)
-    assert [row["iter"] for row in ours] == [row["iter"] for row in theirs]
-    for a, b in zip(ours, theirs, strict=True):
-        assert a == pytest.approx(b, rel=1e-4, abs=1e-6)
-    (weights, state), (their_weights, their_state) = saved(run_dir), saved(whole)
-    assert state.progress.step == their_state.progress.step
-    for name, weight in their_weights.items():
-        assert weights[name].norm().item() == pytest.approx(weight.norm().item(), rel=1e-3)
-        ours, theirs = state.optimizer[name], their_state.optimizer[name]
-        assert ours.keys() == theirs.keys() == {"step", "exp_avg", "exp_avg_sq"}
-        assert ours["exp_avg"].norm().item() == pytest.approx(theirs["exp_avg"].norm().item(), rel=1e-2)
 
 
 def test_a_signal_to_one_process_stops_all_at_one_step_and_one_goes_on(tmp_path):
@@ -265,7 +253,7 @@ def test_compiled_processes_train_as_one_without_a_graph_break(tmp_path):
     )
     assert code == 0, error
     config = load_config([str(file), "--dropout", "0"])
-    alone = Trainer(config, ALONE, open_dataset(config.data.dataset))
+    alone = Trainer(config, Runtime(torch.device("cpu")), open_dataset(config.data.dataset))
     losses = [fetch(alone.step(index, False))["train/loss"] for index in range(4)]
     for parallel, found in json.loads(result.read_text()).items():
         assert found["losses"] == pytest.approx(losses, rel=1e-4), parallel

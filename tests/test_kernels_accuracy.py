@@ -4,9 +4,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import DEVICE, PLACEMENTS, Case, assert_accurate, call
+from kernel_cases import DEVICE, PLACEMENTS, Case, assert_accurate, call, run, strided
 
 import kernels
+from kernels import reference
 from kernels.calls import CALLS
 from kernels.triton_kernels import Tiles
 
@@ -132,6 +133,22 @@ def test_rows_that_differ_in_the_last_bit(D):
         torch.testing.assert_close(y.double(), exact, rtol=1e-4, atol=1e-5)
 
 
+@both_kinds
+@pytest.mark.parametrize("name", ["norm", "sandwich", "out_post"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.filterwarnings("ignore:invalid value")  # the interpreter's
+def test_what_is_not_finite_is_as_the_reference_has_it_and_stays_in_its_row(name, kind, value):
+    case = Case(name, kind, (5, 17))
+    tensors, bad, gradients = case.inputs(), case.inputs(), case.gradients()
+    bad["x"][2, 3] = value
+    ours, theirs = (run(call, case, bad, gradients, functions=f) for f in (kernels, reference))
+    assert not ours["h"][2].isfinite().all()
+    for name, result in run(call, case, tensors, gradients).items():
+        assert torch.equal(ours[name].isfinite(), theirs[name].isfinite()), name
+        if result.dim() > 1:
+            assert torch.equal(ours[name][[0, 1, 3, 4]], result[[0, 1, 3, 4]]), name
+
+
 @both_impls
 @pytest.mark.parametrize("D", [7, 1000])
 def test_constant_rows_become_zero(D, impl):
@@ -142,17 +159,6 @@ def test_constant_rows_become_zero(D, impl):
         assert y.abs().max() < 1e-3, value
         y.backward(torch.linspace(-1, 1, 2 * D, device=DEVICE).view(2, D))
         assert x.grad.isfinite().all(), value
-
-
-def strided(t, layout):
-    """The same values under other strides."""
-    if layout == "transposed":
-        return t.transpose(0, -1).contiguous().transpose(0, -1)
-    if layout == "sliced":
-        return torch.cat([t, t + 1, t], -1)[..., : t.shape[-1]]
-    if layout == "offset":
-        return torch.cat([t.flatten()[:3], t.flatten()])[3:].view(t.shape)
-    return t
 
 
 LAYOUTS = ("contiguous", "transposed", "sliced", "offset")

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 import train as script
@@ -35,7 +36,7 @@ lr = 1e-2
 warmup_iters = 2
 [run]
 out_dir = "{folder}"
-device = "cpu"
+device = "{device}"
 log_interval = 2
 eval_interval = 3
 eval_tokens = 400
@@ -44,7 +45,7 @@ wandb = "disabled"
 """
 
 
-def recipe(folder: Path, steps: int = STEPS) -> Path:
+def recipe(folder: Path, steps: int = STEPS, device: str = "cpu") -> Path:
     """A recipe of a run `tiny` in `folder`, and its data set: nanoGPT's token files."""
     torch.set_num_threads(1)
     (folder / "tokens").mkdir(parents=True)
@@ -53,7 +54,7 @@ def recipe(folder: Path, steps: int = STEPS) -> Path:
         walk = np.cumsum(rng.integers(0, 3, count)) % 64  # a little to learn
         walk.astype("<u2").tofile(folder / "tokens" / f"{split}.bin")
     file = folder / "tiny.toml"
-    file.write_text(RECIPE.format(folder=folder, steps=steps), encoding="utf-8")
+    file.write_text(RECIPE.format(folder=folder, steps=steps, device=device), encoding="utf-8")
     return file
 
 
@@ -146,3 +147,18 @@ def assert_same_end(run_dir: Path, other: Path) -> None:
         assert moments.keys() == their_state.optimizer[name].keys()
         assert all(torch.equal(v, their_state.optimizer[name][k]) for k, v in moments.items())
     assert rows(run_dir) == rows(other)
+
+
+def assert_same_course(run_dir: Path, whole: Path) -> None:
+    """The same steps with the same numbers, but for the order of summation."""
+    ours, theirs = rows(run_dir), rows(whole)
+    assert [row["iter"] for row in ours] == [row["iter"] for row in theirs]
+    for a, b in zip(ours, theirs, strict=True):
+        assert a == pytest.approx(b, rel=1e-4, abs=1e-6)
+    (weights, state), (their_weights, their_state) = saved(run_dir), saved(whole)
+    assert state.progress.step == their_state.progress.step
+    for name, weight in their_weights.items():
+        assert weights[name].norm().item() == pytest.approx(weight.norm().item(), rel=1e-3)
+        ours, theirs = state.optimizer[name], their_state.optimizer[name]
+        assert ours.keys() == theirs.keys() == {"step", "exp_avg", "exp_avg_sq"}
+        assert ours["exp_avg"].norm().item() == pytest.approx(theirs["exp_avg"].norm().item(), rel=1e-2)
