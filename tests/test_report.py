@@ -14,7 +14,6 @@ from dynamics_cases import train_here
 from report_runs import PLACEMENTS, rows_of, write_rows, write_run
 
 from base.cli import UserError
-from configs import Config, replace, to_toml
 from tools.palette import COLOURS, DASHES
 from tools.report import frame, pictures
 from tools.report.__main__ import main
@@ -108,14 +107,6 @@ def test_a_field_that_is_newer_than_a_run_had_todays_default_in_it(tmp_path):
     text = text.replace('norm = "layernorm"\n', 'norm = "rmsnorm"\nn_kv_head = 2\n')
     (runs[1] / "config.toml").write_text(text, encoding="utf-8")
     assert differences(load_runs(runs)) == {"norm": ["layernorm", "rmsnorm"], "n_kv_head": ["-", "2"]}
-
-
-def test_the_runs_of_the_readme_do_not_differ_in_what_was_added_since(tmp_path):
-    (old,) = load_runs(["docs/runs/pre"])
-    new = replace(Config(), "model", **old.config["model"])
-    (tmp_path / "config.toml").write_text(to_toml(new), encoding="utf-8-sig")
-    (tmp_path / "metrics.jsonl").write_text('{"iter": 0}\n', encoding="utf-8")
-    assert "activation_checkpointing" not in differences(load_runs(["docs/runs/pre", tmp_path]))
 
 
 def test_a_folder_of_runs_means_all_of_them_and_what_is_none_is_told(tmp_path, capsys):
