@@ -318,16 +318,11 @@ class RMSNorm(FusedNorm):
     has_bias = False
 
 
-def alone(total: Tensor) -> Tensor:
-    """What `BatchNorm.over_processes` is on one process."""
-    return total
-
-
 class BatchNorm(Norm):
     """Ioffe & Szegedy 2015: each feature normalized over batch *and time*, and so, in training, over the future.
 
     Training normalizes by the biased variance of the batch and tracks the mean and the unbiased variance with
-    momentum 0.1; evaluation uses what was tracked. `over_processes` sums a tensor over the processes.
+    momentum 0.1; evaluation uses what was tracked.
     """
 
     per_token = False
@@ -337,7 +332,11 @@ class BatchNorm(Norm):
         super().__init__(dim, config, *how)
         self.register_buffer("running_mean", torch.zeros(dim))
         self.register_buffer("running_var", torch.ones(dim))
-        self.over_processes = alone
+
+    @staticmethod
+    def over_processes(total: Tensor) -> Tensor:
+        """A tensor summed over the processes; `training.parallel` knows of others."""
+        return total
 
     def forward(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:  # [B, T, D]
         return super().forward(x.flatten(0, -2), out_dtype).view(x.shape)
@@ -568,8 +567,7 @@ class GPT(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor | None = None, watch: Callable = unwatched):
         """Logits [B, T, V] in float32, and the mean cross-entropy in nats over the targets that are not -1.
 
-        tokens, targets: int64 [B, T]. T may not exceed block_size. The depths that `watch` sees are after the
-        embedding and after every join.
+        tokens, targets: int64 [B, T], T at most block_size. `watch` sees the stream at the bottom and after every join.
         """
         logits = self.logits(self.read(tokens, watch))
         return logits, None if targets is None else cross_entropy(logits.flatten(0, 1), targets.flatten())[0]

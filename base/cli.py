@@ -33,11 +33,12 @@ class UserError(ValueError):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The known name that `name` may have been meant to be, or an empty string."""
-    spelled = {word.casefold(): word for word in known}
-    return next(
-        (spelled[w] for w in difflib.get_close_matches(name.casefold(), spelled, n=1, cutoff=0.7)), ""
-    )
+    """The known name that `name` may have been meant to be, or the only one that begins so, or an empty string."""
+    spelled, name = {word.casefold(): word for word in known}, name.casefold()
+    close = difflib.get_close_matches(name, spelled, n=1, cutoff=0.7)
+    longer = [word for word in spelled if name and word.startswith(name)]
+    found = close or (longer if len(longer) == 1 else [])
+    return spelled[found[0]] if found else ""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

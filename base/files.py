@@ -70,6 +70,12 @@ def atomic_file(path: Path) -> Iterator[Path]:
                 temporary.unlink(missing_ok=True)
 
 
+def write_text(path: Path, text: str) -> None:
+    """`atomic_file` with this text in UTF-8."""
+    with atomic_file(path) as file:
+        file.write_text(text, encoding="utf-8")
+
+
 @contextlib.contextmanager
 def atomic_folder(path: Path, *, replace: bool = False, wait: bool = False) -> Iterator[Path]:
     """An empty folder to fill, which takes the name `path` when the block ends well, and else is deleted.

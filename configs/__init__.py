@@ -302,7 +302,8 @@ def read_recipe(name: str) -> Config:
     """The configuration in a recipe over the defaults. Raises UserError."""
     path = Path(name)
     known = {recipe.stem: recipe for recipe in sorted(Path("configs").glob("*.toml"))}
-    meant = known.get(nearest(path.stem, known))
+    own = path / "config.toml"
+    meant = own if own.is_file() else known.get(nearest(path.stem, known))
     hint = f" (did you mean {meant}?)" if meant else ""
     if not is_recipe(name):
         raise UserError(f"{name} is no recipe, which is a file with the ending .toml{hint}")

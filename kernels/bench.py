@@ -33,7 +33,7 @@ from pydantic.dataclasses import dataclass
 import kernels
 from base import cli, flags
 from base.cli import STRICT, OneOf
-from base.files import atomic_file, check_writable
+from base.files import check_writable, write_text
 from base.timing import in_turn
 
 from .aot import STREAMS
@@ -321,10 +321,7 @@ def main(argv: Sequence[str]) -> None:
         results += rows
     if asked.json:
         about = {"device": name, "torch": torch.__version__, "copy_bytes_per_second": bandwidth}
-        with atomic_file(Path(asked.json)) as file:
-            file.write_text(
-                json.dumps({"command": COMMAND, **about, "results": results}, indent=1), encoding="utf-8"
-            )
+        write_text(Path(asked.json), json.dumps({"command": COMMAND, **about, "results": results}, indent=1))
 
 
 if __name__ == "__main__":

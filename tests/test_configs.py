@@ -196,6 +196,8 @@ def test_auto_names_a_new_folder(tmp_path):
             "quickstart.yaml",
             "is no recipe, which is a file with the ending .toml (did you mean configs/quicks",
         ),
+        ("docs/runs/pre", "with the ending .toml (did you mean docs/runs/pre/config.toml?)"),
+        ("--norm=rms", "'derf' or 'none' (did you mean rmsnorm?)"),
         ("--norm rmsnorm layernorm", "layernorm is no recipe"),
         ("--n-head 5", "n_embd 768 does not divide into n_head 5 heads; 765 would"),
         ("--pos rope --head-dim 3", "needs an even head_dim"),

@@ -32,7 +32,7 @@ import torch
 from pydantic.dataclasses import dataclass
 
 from base.cli import STRICT, UserError, require, run
-from base.files import atomic_file, check_writable
+from base.files import check_writable, write_text
 from base.flags import options
 from base.timing import relative
 from configs import load_config, replace
@@ -283,9 +283,8 @@ def findings(out: Path, name: str) -> list[Check]:
 
 
 def keep(out: Path, name: str, checks: list[Check], **about: Any) -> None:
-    with atomic_file(out / f"{name}.json") as file:
-        text = json.dumps({"stage": name, **about, "checks": [asdict(check) for check in checks]}, indent=1)
-        file.write_text(text + "\n", encoding="utf-8")
+    text = json.dumps({"stage": name, **about, "checks": [asdict(check) for check in checks]}, indent=1)
+    write_text(out / f"{name}.json", text + "\n")
 
 
 def run_stage(asked: Options, name: str) -> None:
@@ -353,8 +352,7 @@ def main(argv: Sequence[str]) -> None:
         keep(out, name, found[name][1], ended=ended, seconds=seconds)
         print(f"{name}: {ended} ({seconds} s)", flush=True)
     text = table(found)
-    with atomic_file(out / "table.md") as file:
-        file.write_text(text + "\n", encoding="utf-8")
+    write_text(out / "table.md", text + "\n")
     print(f"\n{text}")
     fine = ("done", "skipped: no CUDA device")
     held = all(ended in fine and all(c.holds for c in checks) for ended, checks in found.values())

@@ -34,7 +34,7 @@ from types import FrameType
 from typing import Any
 
 from base.cli import UserError
-from base.files import Lock, atomic_file, lock, sync, writing
+from base.files import Lock, lock, sync, write_text, writing
 from configs import SECTIONS, Config, RunConfig, StartConfig, to_toml
 from data import Dataset
 from training import checkpoint
@@ -159,8 +159,7 @@ class RunFolder:
     def describe(self, config: Config) -> None:
         """Writes config.toml."""
         self.described = True
-        with atomic_file(self.path / "config.toml") as file:
-            file.write_text(to_toml(config), encoding="utf-8")
+        write_text(self.path / "config.toml", to_toml(config))
 
     def renew(self, config: Config) -> None:
         """After a checkpoint: if somebody has moved or deleted the folder, the new one is a run, too."""
@@ -175,8 +174,8 @@ class RunFolder:
         now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
         seconds = round(self.seconds_before + time.monotonic() - self.begun, 3)
         self.about = {"started": now} | self.about | {"seconds": seconds} | news
-        with contextlib.suppress(UserError), atomic_file(self.path / "run.json") as file:
-            file.write_text(json.dumps(self.about, indent=1), encoding="utf-8")
+        with contextlib.suppress(UserError):
+            write_text(self.path / "run.json", json.dumps(self.about, indent=1))
 
 
 def read_about(run_dir: Path) -> dict[str, Any]:

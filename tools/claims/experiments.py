@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from base.files import atomic_file
+from base.files import write_text
 from configs import Config, OptimConfig, RunConfig
 from data import ensure_prepared, open_dataset
 from model import GPT, Linear, ModelConfig
@@ -81,8 +81,7 @@ def rounded(value: Any) -> Any:
 def save(file: Path, rows: list[Row]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     lines = ",\n".join(json.dumps(row) for row in rows)
-    with atomic_file(file) as temporary:
-        temporary.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+    write_text(file, f"[\n{lines}\n]\n")
 
 
 def load(file: Path) -> list[Row]:

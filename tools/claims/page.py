@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from base.files import atomic_file
+from base.files import write_text
 from tools.claims import cost, experiments, jacobians, parameters, values
 from tools.claims.claim import Check, Claim, Experiment, Row, Skipped
 from tools.claims.experiments import load
@@ -98,8 +98,7 @@ def write(outcomes: list[Outcome]) -> None:
         if record_of(number).exists():
             picture_of(number).parent.mkdir(parents=True, exist_ok=True)
             experiment.draw(load(record_of(number))).savefig(picture_of(number), dpi=110)
-    with atomic_file(DOCS / "claims.md") as file:
-        file.write_text(as_markdown(outcomes), encoding="utf-8")
+    write_text(DOCS / "claims.md", as_markdown(outcomes))
 
 
 def as_markdown(outcomes: list[Outcome]) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 from pydantic.dataclasses import dataclass
 
 from base.cli import STRICT, require, run
-from base.files import atomic_file, check_writable
+from base.files import check_writable, write_text
 from base.flags import Positional, options
 from configs import Config, load_config
 from tools.palette import MARK
@@ -98,10 +98,7 @@ def main(argv: Sequence[str]) -> None:
     check_writable("--picture", getattr(act, "picture", ""), MARK)
     found, text = measure(act, load_config([act.recipe, *flags]))
     if act.json:
-        with atomic_file(Path(act.json)) as file:
-            file.write_text(
-                json.dumps({"command": COMMAND, "results": found}, indent=1) + "\n", encoding="utf-8"
-            )
+        write_text(Path(act.json), json.dumps({"command": COMMAND, "results": found}, indent=1) + "\n")
     print(text)
 
 

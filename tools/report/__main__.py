@@ -16,7 +16,7 @@ from typing import Annotated
 from pydantic.dataclasses import dataclass
 
 from base.cli import STRICT, require, run
-from base.files import atomic_file, check_writable, writing
+from base.files import check_writable, write_text, writing
 from base.flags import Positional, Short, options
 from tools.report.frame import as_csv
 from tools.report.page import page
@@ -70,8 +70,7 @@ def main(argv: Sequence[str]) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
         check_writable("--output", str(path), "<title>nanonorm: ")
         text = page(runs)
-        with atomic_file(path) as file:
-            file.write_text(text, encoding="utf-8")
+        write_text(path, text)
         print(f"{path}: open it in a browser")
         if chosen.open:
             webbrowser.open(path.as_uri())

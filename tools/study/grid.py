@@ -17,7 +17,7 @@ from typing import Any
 from tqdm import tqdm
 
 from base.cli import UserError
-from base.files import Lock, atomic_file, lock
+from base.files import Lock, atomic_file, lock, write_text
 from configs import GRID, OWNER, flags_of, load_config
 from tools.report.page import page
 from tools.report.runs import load_runs
@@ -113,8 +113,7 @@ class Study:
             "seconds": round(time.monotonic() - begin, 1),
         } | summary(rows)
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # hundreds of them would fill a disk
-        with atomic_file(folder / "result.json") as file:
-            file.write_text(json.dumps(result | {"recipe": self.depends_on(name)}), encoding="utf-8")
+        write_text(folder / "result.json", json.dumps(result | {"recipe": self.depends_on(name)}))
         return result
 
     def run_all(self, jobs: int) -> dict[str, dict[str, Any]]:
@@ -137,8 +136,7 @@ class Study:
         names = {json.dumps(cell): name for name, cell in self.cells.items()}
         folders = [str(self.out / names[json.dumps(group[0]["cell"])]) for group in best]
         path, text = self.out / "report.html", page(load_runs(folders[:MOST_RUNS]))
-        with atomic_file(path) as file:
-            file.write_text(text, encoding="utf-8")
+        write_text(path, text)
         return path
 
 

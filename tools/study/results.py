@@ -6,7 +6,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from base.files import atomic_file
+from base.files import atomic_file, write_text
 from tools.palette import drawing, line_style
 
 Cells = list[dict[str, Any]]
@@ -16,10 +16,8 @@ def write(path: Path, cells: Cells, command: str) -> None:
     """path.json (every cell), path.md (the table) and path.png (curves and final losses)."""
     text = json.dumps({"command": command, "cells": cells}).replace('{"cell"', '\n{"cell"')
     table = "\n".join(lines(cells))
-    with atomic_file(Path(f"{path}.json")) as file:
-        file.write_text(text + "\n", encoding="utf-8")
-    with atomic_file(Path(f"{path}.md")) as file:
-        file.write_text(f"From {path.name}.json, by `{command}`.\n\n{table}\n", encoding="utf-8")
+    write_text(Path(f"{path}.json"), text + "\n")
+    write_text(Path(f"{path}.md"), f"From {path.name}.json, by `{command}`.\n\n{table}\n")
     with atomic_file(Path(f"{path}.png")) as file:
         draw(cells, file)
     print(f"{table}\n\n{path}.json, .md and .png")
