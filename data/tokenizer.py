@@ -22,12 +22,8 @@ from data.files import read_file
 SEPARATOR_TEXT = "<|endoftext|>"  # how a separator is printed; the same text inside a corpus is ordinary text
 DOWNLOAD_SECONDS = 20
 TOKENIZER_JSON = "tokenizer.json"
-END_OF_TEXT = (
-    "<|endoftext|>",
-    "</s>",
-    "<|end_of_text|>",
-    "<eos>",
-)  # separators, where no configuration names one
+# separators, where no configuration names one
+END_OF_TEXT = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")
 
 
 class CharTokenizer:
@@ -145,9 +141,8 @@ class JsonTokenizer:
 
     def encode(self, text: str) -> list[int]:
         text = text.encode("utf-8", errors="replace").decode("utf-8")  # half a surrogate pair
-        [encoding] = self._tokenizer.encode_batch(
-            [text], add_special_tokens=False
-        )  # alone, it keeps Python's lock
+        # `encode`, which takes one text, keeps Python's lock.
+        [encoding] = self._tokenizer.encode_batch([text], add_special_tokens=False)
         return encoding.ids
 
     def decode(self, ids: list[int]) -> str:

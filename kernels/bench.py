@@ -19,7 +19,6 @@ import functools
 import importlib.util
 import json
 import statistics
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,10 +30,9 @@ from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass
 
 import kernels
-from base import cli, flags
+from base import cli, flags, timing
 from base.cli import STRICT, OneOf
 from base.files import check_writable, write_text
-from base.timing import in_turn
 
 from .aot import STREAMS
 from .calls import CALLS
@@ -47,9 +45,8 @@ GPU_DIMS = (768, 1024, 2048, 4096, 8192)
 CPU_ELEMENTS = 1 << 24  # at most, in a row tensor
 LONGEST = 1 << 16  # row, far beyond those of the kernels
 CPU_SHAPES = {128: 12 * 64, 384: 16 * 256}  # D: rows, the micro-batches of the laptop recipes
-HEAD_START = (
-    4_000_000  # clock cycles, 2 ms or more: longer than the host takes to queue a forward and a backward
-)
+# clock cycles, 2 ms or more: longer than the host takes to queue a forward and a backward
+HEAD_START = 4_000_000
 QUICK = {"call": ("pre", "sandwich"), "dim": (768, 2048, 4096, 8192), "rounds": 10}
 
 
@@ -160,9 +157,7 @@ def seconds(work, device):
     kernel would count as the kernel's time: so the GPU waits for the host first, and not the reverse.
     """
     if device == "cpu":
-        start = time.perf_counter()
-        work()
-        return time.perf_counter() - start
+        return timing.seconds(work, torch.cpu.synchronize)
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda._sleep(HEAD_START)
     cache_filler(device).zero_()
@@ -176,7 +171,7 @@ def seconds(work, device):
 def medians(prepares, rounds, device):
     """Seconds of the work that each `prepare` returns anew, taken in turn; three rounds warm up."""
     turns = {name: lambda prepare=prepare: seconds(prepare(), device) for name, prepare in prepares.items()}
-    return {name: statistics.median(own) for name, own in in_turn(turns, rounds, warm_up=3).items()}
+    return {name: statistics.median(own) for name, own in timing.in_turn(turns, rounds, warm_up=3).items()}
 
 
 def copy_bandwidth(device):
@@ -273,11 +268,8 @@ class Options:
         """(calls, dims, rounds) where flags, --quick and the device have had their say."""
         quick = QUICK if self.quick else {}
         dims = quick.get("dim", GPU_DIMS) if device == "cuda" else tuple(CPU_SHAPES)
-        return (
-            self.call or quick.get("call", tuple(CALLS)),
-            self.dim or dims,
-            self.rounds or quick.get("rounds", 30),
-        )
+        calls = self.call or quick.get("call", tuple(CALLS))
+        return calls, self.dim or dims, self.rounds or quick.get("rounds", 30)
 
 
 def numbers_of_rows(D, device):

@@ -164,10 +164,7 @@ def test_auto_names_a_new_folder(tmp_path):
     ("flags", "says"),
     [
         ("--nrom rmsnorm", "unknown flag --nrom (did you mean --norm?)"),
-        (
-            "--norm rmsnrm",
-            "'dyt', 'derf' or 'none' (did you mean rmsnorm?)",
-        ),
+        ("--norm rmsnrm", "'dyt', 'derf' or 'none' (did you mean rmsnorm?)"),
         ("--n-layer x", "--n-layer is x; it must be a whole number, such as 1000"),
         (
             "--residual-scale LNS",
@@ -230,10 +227,7 @@ def test_a_mistake_in_the_flags_is_one_sentence(flags, says):
         ("[model]\nn_layer = '4'", "n_layer is '4'; it must be a whole number"),
         ("[model]\nn_layer = 4.0", "n_layer is 4.0; it must be a whole number"),
         ("[model]\nbias = 1", "bias is 1; it must be true or false"),
-        (
-            "[model]\nnorm = 'rms'",
-            "norm is 'rms'; it must be 'layernorm', 'rmsnorm', 'batchnorm', ",
-        ),
+        ("[model]\nnorm = 'rms'", "norm is 'rms'; it must be 'layernorm', 'rmsnorm', 'batchnorm', "),
         ("[optim]\nlr = 'fast'", "lr is 'fast'; it must be a number, such as 0.001"),
         ("[optim]\nlr = 1e-400", "1e-400 is too small for a number"),
         ("[optim]\nbatch_size = 0", "batch_size is 0; it must be at least 1"),

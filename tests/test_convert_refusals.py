@@ -45,10 +45,7 @@ CONFIG = their_config(FAMILIES["llama"], ModelConfig(**SMALL | LLAMA))
         (CONFIG | {"rope_parameters": 5}, "rope_parameters is 5, but it is an object"),
         (CONFIG | {"mlp_bias": "no"}, "mlp_bias is 'no', but it is true or false"),
         (CONFIG | {"vocab_size": 0}, "vocab_size is 0; it must be positive"),
-        (
-            CONFIG | {"num_hidden_layers": 99_999},
-            "n_layer is 99999, but there are only 3 weights",
-        ),
+        (CONFIG | {"num_hidden_layers": 99_999}, "n_layer is 99999, but there are only 3 weights"),
         (CONFIG | {"hidden_size": 2**62}, f"n_embd is {2**62}; it must be below {2**31}"),
         (
             CONFIG | {"num_hidden_layers": 1},

@@ -9,16 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_runs import (
-    STEPS,
-    assert_same_end,
-    before_step,
-    finish,
-    rows,
-    saved,
-    start,
-    train,
-)
+from tiny_runs import STEPS, assert_same_end, before_step, finish, rows, saved, start, train
 
 from base.cli import UserError
 from training.run import EXIT_STOPPED, EXIT_UNSAVED, RunFolder

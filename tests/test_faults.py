@@ -8,18 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tiny_runs import (
-    STEPS,
-    assert_same_end,
-    before_step,
-    finish,
-    launch,
-    recipe,
-    rows,
-    saved,
-    start,
-    train,
-)
+from tiny_runs import STEPS, assert_same_end, before_step, finish, launch, recipe, rows, saved, start, train
 
 import train as script
 from base import files

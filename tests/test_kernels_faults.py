@@ -11,18 +11,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from kernel_cases import (
-    DEVICE,
-    EPS,
-    NORMED,
-    Case,
-    assert_accurate,
-    call,
-    run,
-    run_exactly,
-    textbook,
-    worst,
-)
+from kernel_cases import DEVICE, EPS, NORMED, Case, assert_accurate, call, run, run_exactly, textbook, worst
 
 import kernels
 from kernels import fused, triton_kernels

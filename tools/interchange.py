@@ -170,10 +170,9 @@ def obstacles(family: Family, config: ModelConfig) -> dict[str, tuple[Any, Any]]
         *family.fields,
         "bias",
         "rope_theta",
-    )  # theta: every family that rotates has a field for it
-    needed = {
-        f.name: f.default for f in dataclasses.fields(ModelConfig) if f.name not in free
-    } | family.layout
+    )  # every family that rotates has a field for theta
+    switches = {f.name: f.default for f in dataclasses.fields(ModelConfig) if f.name not in free}
+    needed = switches | family.layout
     known = tuple(family.activation[1].values())
     needed["mlp"] = config.mlp if config.mlp in known else known[0]
     if "n_kv_head" not in family.fields:

@@ -23,10 +23,8 @@ BOOKKEEPING = ("iter", "tokens", "spike", "diverged")  # what stands in a row an
 Row = Mapping[str, float | None]  # of metrics.jsonl; None: the number was not finite
 TABLE_LINES = 13  # of `depth_table`, with its heading and its last sentence
 ODD_LOGIT = 50.0  # a larger attention logit is unusual,
-ODD_FACTORS = {
-    "residual_rms": 10.0,
-    "grad_norm": 100.0,
-}  # and so is a value so many times the median over depths
+# and so is a value so many times the median over depths.
+ODD_FACTORS = {"residual_rms": 10.0, "grad_norm": 100.0}
 
 
 def branch_names(n_layer: int) -> list[str]:

@@ -51,12 +51,8 @@ MAY_CHANGE = {  # on resume; everything else decides what the run computes
     "optim": {"max_iters", "micro_batch_size"},
     "run": {f.name for f in dataclasses.fields(RunConfig)} - {"seed"},
 }
-UNFINISHED = {
-    ".launch",
-    ".overwritten",
-    ".writing_config.toml",
-    "checkpoints",
-}  # of a start that is killed early
+# of a start that is killed early
+UNFINISHED = {".launch", ".overwritten", ".writing_config.toml", "checkpoints"}
 OWN = {".launch", "config.toml", "run.json", "metrics.jsonl", "result.json", "wandb", "diverged", "spikes"}
 
 

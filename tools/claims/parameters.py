@@ -11,15 +11,7 @@ from base.cli import UserError
 from configs import OptimConfig
 from model import GPT, PLACEMENTS, BatchNorm, ModelConfig
 from tools.claims.claim import at_least, at_most, claim, control, equal, near
-from tools.claims.small import (
-    NAMES,
-    NEGLIGIBLE,
-    VOCAB,
-    largest,
-    random,
-    random_tokens,
-    small_model,
-)
+from tools.claims.small import NAMES, NEGLIGIBLE, VOCAB, largest, random, random_tokens, small_model
 from tools.claims.values import after_new_suffix
 from tools.fold import Converted, fold, last_linear, ln_to_rms, readers
 from training.checkpoint import model_weights

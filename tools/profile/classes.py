@@ -50,11 +50,8 @@ CPU_ATTENTION = {  # which PyTorch's counter does not know; backward has twice t
     FLASH: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
     FLASH_BACKWARD: lambda dy, q, k, v, *_, **__: 2 * sdpa_flop_count(q, k, v),
 }
-NORM_FLOPS = {
-    "layernorm": 16,
-    "rmsnorm": 12,
-    "batchnorm": 16,
-}  # an element's, forward and backward; others count none
+# an element's, forward and backward; others count none
+NORM_FLOPS = {"layernorm": 16, "rmsnorm": 12, "batchnorm": 16}
 
 
 @contextlib.contextmanager

@@ -18,11 +18,8 @@ from training.trainer import Trainer
 
 Rounds = Annotated[int, Field(ge=2)]  # of which there are quartiles
 WARM_UP = 3  # steps before those that count
-MATRIX = {
-    "cpu": 1024,
-    "mps": 4096,
-    "cuda": 8192,
-}  # rows and columns of a product that keeps the whole device busy
+# rows and columns of a product that keeps the whole device busy
+MATRIX = {"cpu": 1024, "mps": 4096, "cuda": 8192}
 PRODUCTS = 2  # between two looks at the clock
 REFERENCE = "layernorm pre"
 ALONE = ("norm", "qk_norm", "v_norm", "gain", "embed_norm", "mlp", "pos", "bias", "tie_embeddings")

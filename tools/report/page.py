@@ -39,9 +39,8 @@ def page(runs: Sequence[Run], more: dict[str, Any] | None = None) -> str:
     parts = {
         "title": escape(title),
         "style": (HERE / "page.css").read_text(encoding="utf-8"),
-        "data": as_json(page_data(runs) | (more or {})).replace(
-            "<", "\\u003c"
-        ),  # no tag, whatever a run is called
+        # no tag, whatever a run is called
+        "data": as_json(page_data(runs) | (more or {})).replace("<", "\\u003c"),
         "script": "\n".join((HERE / name).read_text(encoding="utf-8") for name in SCRIPTS),
         "plotly": plotly_script(),
     }
