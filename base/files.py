@@ -3,10 +3,12 @@
 import contextlib
 import errno
 import fcntl
+import json
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from base.cli import UserError
 
@@ -31,6 +33,23 @@ def check_writable(flag: str, path: str, mark: str) -> None:
         start = file.read(MARK_WITHIN)
         if start and mark.encode() not in start:
             raise UserError(f"{flag} {path} exists and was not written by this command; name another file")
+
+
+def make_folder(path: Path) -> None:
+    """A folder that may be there already. Raises UserError."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise UserError(f"the folder {path} cannot be made: {e.strerror}") from None
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; an empty one where there is no such file, or a damaged one."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def is_special(path: Path) -> bool:

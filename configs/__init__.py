@@ -167,21 +167,9 @@ GRID = "grid"  # a table of lists that tools.study reads, and a single run leave
 OWNER = {f.name: section for section, cls in SECTIONS.items() for f in dataclasses.fields(cls)}
 
 
-NORMALIZATION = (
-    "norm",
-    "placement",
-    "qk_norm",
-    "v_norm",
-    "gain",
-    "out_gain_init",
-    "residual_scale",
-    "embed_norm",
-    "embed_scale",
-    "norm_eps",
-    "bias",
-    "residual_dtype",
-    "kernel",
-)  # the fields that --help shows first, and -h alone
+# the fields that --help shows first, and -h alone
+NORMALIZATION = ("norm", "placement", "qk_norm", "v_norm", "gain", "out_gain_init", "residual_scale", "embed_norm",
+                 "embed_scale", "norm_eps", "bias", "residual_dtype", "kernel")  # fmt: skip
 DESCRIPTION = """Train a small GPT and record what its normalization does inside.
 
   python train.py configs/quickstart.toml

@@ -10,20 +10,12 @@
 from pydantic.dataclasses import dataclass
 
 from base.cli import STRICT
-from data.build import ensure_prepared
-from data.dataset import Dataset, check_token_range, open_dataset
-from data.files import Tokens
-from data.tokenizer import load_tokenizer
-
-__all__ = [
-    "DataConfig",
-    "Dataset",
-    "Tokens",
-    "check_token_range",
-    "ensure_prepared",
-    "load_tokenizer",
-    "open_dataset",
-]
+from data.build import ensure_prepared as ensure_prepared
+from data.dataset import Dataset as Dataset
+from data.dataset import check_token_range as check_token_range
+from data.dataset import open_dataset as open_dataset
+from data.files import Tokens as Tokens
+from data.tokenizer import load_tokenizer as load_tokenizer
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -46,7 +46,7 @@ def write_run(
     n_layer: int = 3,
     optim: Mapping[str, Any] = {"max_iters": 20, "warmup_iters": 0},
     run: Mapping[str, Any] = {},
-    facts: Mapping[str, Any] | None = None,
+    facts: Mapping[str, Any] | None = {"state": "done"},
     cut: bool = False,
     **model: Any,
 ) -> Path:

@@ -137,7 +137,7 @@ def test_the_losses_are_compared_step_by_step(tmp_path, monkeypatch, difference,
         ("", "--out must be given"),
         ("--out out --stage speeed", "--stage is 'speeed'; the stages are machine, kernels"),
         ("--out out --nanogpt nowhere", "--nanogpt: nowhere/model.py does not exist"),
-        ("--out /dev/null", "--out: the folder /dev/null cannot be made"),
+        ("--out /dev/null", "the folder /dev/null cannot be made"),
     ],
 )
 def test_a_mistake_is_one_sentence(flags, says):

@@ -57,8 +57,8 @@ def recipe(folder: Path, text: str) -> Path:
         (lambda f: [f / "pre", "-o", str(f)], "is a folder; name a file"),
         (lambda f: [f / "pre", "--png", str(f), "--text"], "--png and --text exclude each other"),
         (lambda f: [f / "pre", "--watch", "--port", "70000"], "--port is 70000; it must be below 65536"),
-        (lambda f: [f / "pre", "-o", str(f / "pre" / "config.toml" / "r.html")], "cannot be written: "),
-        (lambda f: [f / "pre", "--png", str(f / "pre" / "config.toml" / "png")], "cannot be written: "),
+        (lambda f: [f / "pre", "-o", str(f / "pre" / "config.toml" / "r.html")], "cannot be made: "),
+        (lambda f: [f / "pre", "--png", str(f / "pre" / "config.toml" / "png")], "cannot be made: "),
     ],
 )
 def test_mistakes_are_one_sentence(make, words, tmp_path):

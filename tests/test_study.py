@@ -122,8 +122,8 @@ def test_results_say_the_command_as_it_was_given(at_its_place, results):
 @pytest.mark.parametrize(
     ("there", "flags", "says"),
     [
-        ("docs", "--docs docs", "the folder docs for the results cannot be made: File exists"),
-        ("out", "", "the folder out/tiny for the results cannot be made: Not a directory"),
+        ("docs", "--docs docs", "the folder docs cannot be made: File exists"),
+        ("out", "", "the folder out/tiny cannot be made: Not a directory"),
         (
             "docs/tiny.md",
             "--docs docs",

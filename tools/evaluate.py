@@ -25,13 +25,12 @@ from base.flags import Positional, options
 from data.batches import EvalWindows
 from data.dataset import Dataset, open_dataset
 from data.tokenizer import load_tokenizer
+from kernels.loss import LOGITS
 from model import GPT
 from tools.vocabulary import token_bytes
 from training.checkpoint import find, load_model, read_about
 from training.dynamics import check_stream
 from training.setup import choose_device
-
-LOGITS = 2**26  # that are in memory at once
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)

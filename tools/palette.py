@@ -20,18 +20,8 @@ MARK = "nanonorm"  # the title within a picture's file
 COLOURS = ("#00508F", "#A33600", "#009A6E", "#C86FA6", "#BE8300", "#2F95DA", "#16191D")
 DARK = ("#4DA3E0", "#F2833A", "#2DC39B", "#E39AC6", "#F0B429", "#9AD4F5", "#F4F5F7")  # the same on black
 DASHES = ("solid", "dash", "dot")  # as Plotly calls them
-HEAT = (
-    "#00224E",
-    "#123570",
-    "#3B496C",
-    "#575D6D",
-    "#707173",
-    "#8A8678",
-    "#A59C74",
-    "#C3B369",
-    "#E1CC55",
-    "#FEE838",
-)
+HEAT = ("#00224E", "#123570", "#3B496C", "#575D6D", "#707173", "#8A8678", "#A59C74", "#C3B369", "#E1CC55",
+        "#FEE838")  # fmt: skip
 STYLE = {
     **{"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3},
     **{"font.size": 9, "axes.titlesize": 10, "legend.frameon": False, "legend.fontsize": 8},

@@ -12,6 +12,7 @@ expected.
 """
 
 import contextlib
+import importlib.util
 import itertools
 import json
 import os
@@ -31,8 +32,8 @@ from unittest import mock
 import torch
 from pydantic.dataclasses import dataclass
 
-from base.cli import STRICT, UserError, require, run
-from base.files import check_writable, write_text
+from base.cli import STRICT, require, run
+from base.files import check_writable, make_folder, read_object, write_text
 from base.flags import options
 from base.timing import relative
 from configs import load_config, replace
@@ -99,9 +100,7 @@ def tests(*chosen: str) -> Callable[[Options], Iterator[Check]]:
     """A stage of tests of this repository."""
 
     def find(asked: Options) -> Iterator[Check]:
-        workers = (
-            ["-n", "8"] if subprocess.run([sys.executable, "-c", "import xdist"]).returncode == 0 else []
-        )
+        workers = ["-n", "8"] if importlib.util.find_spec("xdist") else []
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *workers, *chosen]
         last = ""
         with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
@@ -256,9 +255,6 @@ def sweep(asked: Options) -> Iterator[Check]:
         yield at_most(f"D {D}: as chosen over the best, {best}", chosen / times[best], 1.05)
 
 
-KERNEL_TESTS = sorted(
-    str(file) for file in (ROOT / "tests").glob("test_kernels*.py") if "aot" not in file.stem
-)
 STAGES = {
     "machine": Stage(machine, 60, needs_cuda=False),
     "kernels": Stage(
@@ -275,11 +271,7 @@ STAGES = {
 
 def findings(out: Path, name: str) -> list[Check]:
     """What a stage has found so far."""
-    with contextlib.suppress(OSError):
-        return [
-            Check(**row) for row in json.loads((out / f"{name}.json").read_text(encoding="utf-8"))["checks"]
-        ]
-    return []
+    return [Check(**row) for row in read_object(out / f"{name}.json").get("checks", [])]
 
 
 def keep(out: Path, name: str, checks: list[Check], **about: Any) -> None:
@@ -329,10 +321,7 @@ def main(argv: Sequence[str]) -> None:
     if asked.nanogpt:
         load_nanogpt(asked.nanogpt)
     out = Path(asked.out)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise UserError(f"--out: the folder {out} cannot be made: {e.strerror}") from None
+    make_folder(out)
     if asked.stage:
         return run_stage(asked, asked.stage)
     check_writable("--out", f"{out}/table.md", HEAD)

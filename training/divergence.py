@@ -124,10 +124,9 @@ class Guard:
         text = report(found, "spiked", index, self.history.rows, self.trainer.config)
         folder = self.run.folder.path / "spikes" / f"step_{index + 1:08d}"
         saved = self.save(folder, index, text)
-        for old in (
-            sorted(folder.parent.glob("step_*"))[:-KEPT_SPIKES] if self.trainer.runtime.is_main else []
-        ):
-            shutil.rmtree(old, ignore_errors=True)
+        if self.trainer.runtime.is_main:
+            for old in sorted(folder.parent.glob("step_*"))[:-KEPT_SPIKES]:
+                shutil.rmtree(old, ignore_errors=True)
         self.run.tell(f"{text}\n{saved}\n  then     training goes on")
         self.trainer.allow_spike()
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from base.cli import UserError
+from kernels.reference import statistics_dtype
 from model import GPT, Norm
 from training.metrics import branch_names, depth_names, part_names
 from training.parallel import Runtime, is_shard
@@ -70,7 +71,7 @@ def row_norms(x: Tensor) -> Tensor:
 
     Of rows, as the sum that one norm takes over ten million numbers loses four digits on the CPU.
     """
-    return torch.linalg.vector_norm(x.detach(), dim=-1, dtype=torch.promote_types(x.dtype, torch.float32))
+    return torch.linalg.vector_norm(x.detach(), dim=-1, dtype=statistics_dtype(x))
 
 
 @torch.no_grad()

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from data.batches import EvalWindows
+from kernels.reference import promote
 from model import GPT, Join, Norm
 from training.dynamics import PartNorms, fetch, local, mean_square, named
 from training.metrics import branch_names, depth_names
@@ -158,7 +159,7 @@ class Seen:
         self.means["angle"].append(mean_angle(x, y))
 
     def note_stream(self, x: Tensor) -> None:
-        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        x = promote(x)
         self.means["square"].append(mean_square(x))
         self.means["fourth"].append(x.square().square().mean(-1).mean())
         self.largest["stream"].append(x.abs().max())
@@ -213,8 +214,7 @@ def mean_angle(x: Tensor, y: Tensor) -> Tensor:
     2 atan2(|u - v|, |u + v|) of the unit vectors u, v keeps its digits where the cosine has lost them, near 0
     (Kahan 2006, "How Futile are Mindless Assessments of Roundoff").
     """
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    u, v = F.normalize(x.to(dtype), dim=-1), F.normalize(y.to(dtype), dim=-1)
+    u, v = F.normalize(promote(x), dim=-1), F.normalize(promote(y), dim=-1)
     return (2 * torch.atan2((u - v).norm(dim=-1), (u + v).norm(dim=-1))).rad2deg().mean()
 
 
@@ -224,12 +224,11 @@ def attention_statistics(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 
     q [B, H, T, head_dim], k [B, H_kv, T, head_dim]; a few sequences at a time, as the scores are B H T^2 numbers.
     """
-    dtype = torch.promote_types(q.dtype, torch.float32)
     _, heads, time, head_dim = q.shape
     future = torch.ones(time, time, dtype=torch.bool, device=q.device).triu(1)
     few = max(SCORES // (heads * time**2), 1)
     largest, entropies = [], []
-    for queries, keys in zip(q.to(dtype).split(few), k.to(dtype).split(few), strict=True):
+    for queries, keys in zip(promote(q).split(few), promote(k).split(few), strict=True):
         keys = keys.repeat_interleave(heads // k.size(1), dim=1)
         logits = queries @ keys.mT * head_dim**-0.5  # [few, H, T, T]
         largest.append(logits.masked_fill(future, 0).abs().amax((0, 2, 3)))

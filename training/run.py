@@ -34,7 +34,7 @@ from types import FrameType
 from typing import Any
 
 from base.cli import UserError
-from base.files import Lock, lock, sync, write_text, writing
+from base.files import Lock, lock, read_object, sync, write_text, writing
 from configs import SECTIONS, Config, RunConfig, StartConfig, to_toml
 from data import Dataset
 from training import checkpoint
@@ -70,7 +70,7 @@ class RunFolder:
         """Whether to resume. Raises UserError if the folder holds something that no flag says what to do with."""
         path = self.path
         with writing(path):
-            is_run = self.is_run()
+            is_run, restarted = self.is_run(), self.restarted()
             if path.exists() and not path.is_dir():
                 raise UserError(
                     f"{path} is a file, and the run needs a folder of that name; pass another --run-name"
@@ -78,14 +78,14 @@ class RunFolder:
             if start.resume and not is_run:
                 raise UserError(f"--resume: {path} holds no run")
             if is_run:
-                if not (start.resume or start.overwrite or self.restarted()):
+                if not (start.resume or start.overwrite or restarted):
                     raise UserError(
                         f"{path} already holds a run; pass --resume, --overwrite or another --run-name"
                     )
                 self.take()
             elif path.exists() and any(p.name not in UNFINISHED for p in path.iterdir()):
                 raise UserError(f"{path} holds files that are not a run's; pass another --run-name")
-            return is_run and (start.resume or self.restarted())
+            return is_run and (start.resume or restarted)
 
     def is_run(self) -> bool:
         """Whether the folder holds a run of ours, if only its checkpoints: a config.toml has many programs."""
@@ -123,7 +123,8 @@ class RunFolder:
                 checkpoint.clean(self.path)
                 checkpoint.set_aside(self.path, step)
                 cut_after(self.path / "metrics.jsonl", step or -1)  # the loop writes step 0's row itself
-                self.about = read_about(self.path)
+                about = read_object(self.path / "run.json")
+                self.about = about if isinstance(about.get("seconds"), int | float) else {}
                 self.seconds_before = self.about.get("seconds", 0.0)
             else:
                 self.empty()
@@ -172,15 +173,6 @@ class RunFolder:
         self.about = {"started": now} | self.about | {"seconds": seconds} | news
         with contextlib.suppress(UserError):
             write_text(self.path / "run.json", json.dumps(self.about, indent=1))
-
-
-def read_about(run_dir: Path) -> dict[str, Any]:
-    """What run.json says; nothing where there is none, or a damaged one."""
-    try:
-        about = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))
-        return about if isinstance(about, dict) and isinstance(about.get("seconds"), int | float) else {}
-    except (OSError, ValueError, RecursionError):
-        return {}
 
 
 def launch() -> str:

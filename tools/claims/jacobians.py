@@ -7,13 +7,12 @@ from torch import Tensor
 from torch.autograd.functional import jacobian
 
 from kernels import reference
-from model import GPT, PLACEMENTS, Join, ModelConfig
+from model import GPT, PLACEMENTS, Join, ModelConfig, having
 from tools.claims.claim import Check, at_most, claim, control, equal
 from tools.claims.small import NAMES, SHAPE, SIZE, largest, random, randomize, small_model, small_norm
 
 ONES = torch.ones(SIZE, dtype=torch.float64)
-KEPT = [placement for placement, norms in PLACEMENTS.items() if "post" not in norms]
-RENORMED = [placement for placement, norms in PLACEMENTS.items() if "post" in norms]
+KEPT, RENORMED = having("post", False), having("post")
 
 
 def jacobian_at(function, x: Tensor) -> Tensor:

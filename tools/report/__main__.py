@@ -17,7 +17,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from base.cli import STRICT, require, run
-from base.files import check_writable, write_text, writing
+from base.files import check_writable, make_folder, write_text
 from base.flags import Positional, Short, options
 from tools.report.frame import as_csv
 from tools.report.page import page
@@ -66,8 +66,7 @@ def main(argv: Sequence[str]) -> None:
         print(save_overview(runs, Path(chosen.png)))
     else:
         path = Path(chosen.output).absolute()
-        with writing(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         check_writable("--output", str(path), "<title>nanonorm: ")
         text = page(runs)
         write_text(path, text)

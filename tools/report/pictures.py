@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from base.files import check_writable, writing
+from base.files import check_writable, make_folder
 from tools.palette import MARK, drawing, line_style, save
 from tools.report.runs import Run
 from tools.report.thin import thin_curve
@@ -19,8 +19,7 @@ LEGEND_ROW = 90  # characters of labels
 def save_overview(runs: Sequence[Run], folder: Path) -> Path:
     """overview.png: the loss over time, and two quantities over depth, with one legend. Raises UserError."""
     path = folder / "overview.png"
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     check_writable("--png", str(path), MARK)
     quantities = [q for q in QUANTITIES if q.id in OVERVIEW and any(q.id in run.places for run in runs)]
     with drawing():

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from base.cli import UserError, did_you_mean
+from base.files import read_object
 from tools.report.columns import Columns
 from training.metrics import BOOKKEEPING, QUANTITIES, Place, Quantity, parse
 
@@ -87,23 +88,12 @@ class Run:
     def report(self) -> list[str]:
         """The lines of the report of a run that has diverged."""
         lines = self.facts.get("report")
-        if self.facts:
-            return (
-                [str(line) for line in lines] if isinstance(lines, list) and self.state == "diverged" else []
-            )
-        try:
-            return (self.path / "diverged" / "report.txt").read_text(encoding="utf-8").splitlines()
-        except (OSError, ValueError):
-            return []
+        return [str(line) for line in lines] if isinstance(lines, list) and self.state == "diverged" else []
 
-    @cached_property
+    @property
     def state(self) -> str:
-        """One of STATES as run.json says; of an older run what its rows prove, or else `unknown`."""
-        if self.facts:
-            return self.facts.get("state") if self.facts.get("state") in STATES else UNKNOWN
-        if self.marks["diverged"] or (self.path / "diverged" / "report.txt").is_file():
-            return "diverged"
-        return "done" if self.last_step >= self.config["optim"]["max_iters"] else UNKNOWN
+        """One of STATES as run.json says, or else `unknown`."""
+        return self.facts.get("state") if self.facts.get("state") in STATES else UNKNOWN
 
     @property
     def state_in_words(self) -> str:
@@ -250,16 +240,7 @@ def load(folder: Path, known: dict[Path, Columns]) -> tuple[dict, dict, Columns]
         raise
     except (OSError, ValueError, RecursionError, OverflowError) as e:  # ValueError: of UTF-8, JSON and TOML
         raise UserError(f"{folder} cannot be read: {e}") from None
-    return check_config(config, folder / "config.toml"), read_facts(folder / "run.json"), columns
-
-
-def read_facts(file: Path) -> dict[str, Any]:
-    """What run.json says; nothing where it is not there or cannot be read."""
-    try:
-        facts = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return facts if isinstance(facts, dict) else {}
+    return check_config(config, folder / "config.toml"), read_object(folder / "run.json"), columns
 
 
 def check_config(config: dict[str, Any], file: Path) -> dict[str, dict[str, Any]]:

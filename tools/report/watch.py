@@ -21,8 +21,7 @@ class Live:
     """The runs in these folders, read on as they grow."""
 
     def __init__(self, paths: Sequence[str]):
-        self.paths, self.known = paths, {}
-        self.lock, self.busy_until = threading.Lock(), 0.0
+        self.paths, self.lock, self.busy_until = paths, threading.Lock(), 0.0
         self.known: dict[Path, Columns] = {}
         self.seen, self.version = None, 0  # in milliseconds, so that a page outlives a restart of its server
         self.look()

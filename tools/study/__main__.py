@@ -27,6 +27,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from base.cli import STRICT, UserError, run
+from base.files import make_folder
 from base.flags import Positional, options
 from data import ensure_prepared
 from tools.study import results
@@ -69,10 +70,7 @@ def place_of_results(folder: str, name: str) -> Path:
         raise UserError(
             f"the results need {' and '.join(missing)}; install with `pip install -e '.[report]'`"
         )
-    try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise UserError(f"the folder {folder} for the results cannot be made: {e.strerror}") from None
+    make_folder(Path(folder))
     path = Path(folder, name)
     foreign = results.foreign(path)
     if foreign:

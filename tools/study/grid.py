@@ -17,7 +17,7 @@ from typing import Any
 from tqdm import tqdm
 
 from base.cli import UserError
-from base.files import Lock, atomic_file, lock, write_text
+from base.files import Lock, atomic_file, lock, make_folder, read_object, write_text, writing
 from configs import GRID, OWNER, flags_of, load_config
 from tools.report.page import page
 from tools.report.runs import load_runs
@@ -67,11 +67,8 @@ class Study:
 
     def finished(self, name: str) -> dict[str, Any] | None:
         """The result of a cell that was run with the recipe as it is now."""
-        try:
-            result = json.loads((self.out / name / "result.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):
-            return None
-        if not isinstance(result, dict) or set(result) != RESULT or result["cell"] != self.cells[name]:
+        result = read_object(self.out / name / "result.json")
+        if set(result) != RESULT or result["cell"] != self.cells[name]:
             return None
         return result if result.pop("recipe") == self.depends_on(name) else None
 
@@ -82,12 +79,10 @@ class Study:
 
     def take(self) -> Lock:
         """Makes and locks the folder of the runs, which are overwritten. Raises UserError for another's."""
-        try:
-            self.out.mkdir(parents=True, exist_ok=True)
+        make_folder(self.out)
+        with writing(self.out):
             if any(self.out.iterdir()) and not (self.out / MARK).is_file():
                 raise UserError(f"{self.out} holds files that no study has written; pass another --out")
-        except OSError as e:
-            raise UserError(f"the folder {self.out} for the runs cannot be made: {e.strerror}") from None
         held = lock(self.out, held=f"{self.out} is being filled by another study; pass another --out")
         with atomic_file(self.out / MARK) as file:
             shutil.copyfile(self.recipe, file)

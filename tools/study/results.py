@@ -4,10 +4,13 @@ import json
 import math
 import statistics
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from base.files import atomic_file, write_text
-from tools.palette import drawing, line_style
+from base.files import read_object, write_text
+from tools.palette import drawing, line_style, save
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Cells = list[dict[str, Any]]
 
@@ -18,18 +21,14 @@ def write(path: Path, cells: Cells, command: str) -> None:
     table = "\n".join(lines(cells))
     write_text(Path(f"{path}.json"), text + "\n")
     write_text(Path(f"{path}.md"), f"From {path.name}.json, by `{command}`.\n\n{table}\n")
-    with atomic_file(Path(f"{path}.png")) as file:
-        draw(cells, file)
+    save(draw(cells), Path(f"{path}.png"))
     print(f"{table}\n\n{path}.json, .md and .png")
 
 
 def foreign(path: Path) -> Path | None:
     """The first file in the way of `write` that is not its own: what the .md and the picture belong to is the .json."""
     kinds = [Path(f"{path}.{kind}") for kind in ("json", "md", "png")]
-    try:
-        own = {"command", "cells"} == json.loads(kinds[0].read_text(encoding="utf-8")).keys()
-    except (OSError, ValueError, AttributeError):
-        own = False
+    own = {"command", "cells"} == read_object(kinds[0]).keys()
     return None if own else next((file for file in kinds if file.exists()), None)
 
 
@@ -110,7 +109,7 @@ def label(key: tuple) -> str:
     return ", ".join(f"{k} {v}" for k, v in key) or "the recipe"
 
 
-def draw(cells: Cells, path: Path) -> None:
+def draw(cells: Cells) -> "Figure":
     """Left, the mean curve of every setting at its best learning rate; right, its seeds' final losses, best first."""
     best = {k: g for k, g in best_rates(cells).items() if math.isfinite(mean_and_spread(g)[0])}
     with drawing():
@@ -135,4 +134,4 @@ def draw(cells: Cells, path: Path) -> None:
         right.set(xlabel="final validation loss: each seed, and mean ± standard deviation")
         right.set_yticks(range(len(best)), [label(key) for key in order], fontsize=8)
         right.invert_yaxis()
-        figure.savefig(path, dpi=110)
+    return figure
