@@ -70,17 +70,9 @@ def given(words: str):
 def test_words_become_the_types_of_the_fields():
     assert given("to-hf a -o b") == ToHf(run="a", out="b")
     words = "--out=b --n_layer 3 --head-dim 8 a --lr 1e-4 --norm rmsnorm --no-bias --files x y --qk-norm=head"
-    assert given(f"to-hf {words}") == ToHf(
-        run="a",
-        out="b",
-        n_layer=3,
-        head_dim=8,
-        lr=1e-4,
-        norm="rmsnorm",
-        bias=False,
-        files=("x", "y"),
-        qk_norm="head",
-    )
+    numbers, names = {"n_layer": 3, "head_dim": 8, "lr": 1e-4}, {"norm": "rmsnorm", "qk_norm": "head"}
+    expected = ToHf(run="a", out="b", bias=False, files=("x", "y"), **numbers, **names)
+    assert given(f"to-hf {words}") == expected
     assert given("report a b --open c") == Report(runs=("a", "b", "c"), open=True)
 
 

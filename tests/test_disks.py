@@ -190,13 +190,6 @@ def test_a_path_too_long_is_one_sentence(argv, tmp_path, capsys):
 
 
 def test_more_memory_than_there_is_is_one_sentence(argv, capsys):
-    size = (
-        "--n-embd",
-        "1000000000",
-        "--n-head",
-        "1",
-        "--vocab-size",
-        "2000000000",
-    )  # beyond any address space
-    assert train(*argv, *size) == 2
+    size = "--n-embd 1000000000 --n-head 1 --vocab-size 2000000000"  # beyond any address space
+    assert train(*argv, *size.split()) == 2
     assert capsys.readouterr().err.startswith("error: there is not enough memory for this model and batch; ")

@@ -97,49 +97,6 @@ def test_the_mean_square_of_a_large_stream_keeps_its_digits(dtype, error):
     assert mean_square(x).item() == pytest.approx(x.double().square().mean().item(), rel=error)
 
 
-class Constant(torch.nn.Module):
-    def forward(self, h):
-        return torch.ones_like(h)
-
-
-def test_a_constant_update_grows_the_stream_and_leaves_its_layernorm():
-    """Claim 13: [1, 2, 3, 4] and +1 from every branch."""
-    model = GPT(
-        ModelConfig(n_layer=2, n_head=1, n_embd=4, block_size=3, vocab_size=1, pos="rope", bias=False)
-    )
-    model.branches = torch.nn.ModuleList(Constant() for _ in range(4))
-    read = []
-    for join in model.joins:
-        join.register_forward_hook(lambda join, inputs, outputs: read.append(outputs[1]))
-    model.embed.weight.data = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
-    *_, squares = Observed(model)(
-        torch.zeros(1, 3, dtype=torch.int64), torch.zeros(1, 3, dtype=torch.int64), True
-    )
-    values = squares.sqrt().tolist()
-    assert [values[0], values[1], values[3]] == pytest.approx([2.739, 3.674, 5.612], abs=5e-4)
-    for h in read:
-        assert torch.allclose(h, torch.tensor([-1.34164, -0.44721, 0.44721, 1.34164]), atol=1e-4)
-
-
-@pytest.mark.parametrize("placement", ["pre", "output", "sandwich"])
-def test_branches_of_zeros_leave_the_stream_as_it_is(placement):
-    model = known_model(placement, bias=False)
-    with torch.no_grad():
-        for attention, mlp in zip(model.branches[::2], model.branches[1::2], strict=True):
-            attention.out.weight.zero_()
-            mlp.down.weight.zero_()
-    values = Observed(model)(*tokens_and_targets(), True)[2].sqrt().tolist()
-    assert values == pytest.approx([values[0]] * 5, rel=1e-12)
-
-
-def test_rmsnorm_of_post_gives_rms_one():
-    model = GPT(ModelConfig(n_layer=2, n_head=2, n_embd=32, block_size=6, vocab_size=11, placement="post",
-                            norm="rmsnorm", norm_eps=1e-12))  # fmt: skip
-    values = Observed(model)(*tokens_and_targets(), True)[2].sqrt().tolist()
-    assert values[1:] == pytest.approx([1.0] * 4, rel=1e-4)
-    assert values[0] < 0.1
-
-
 class Transfers(TorchDispatchMode):
     """Counts what makes the host wait for the device: reading a scalar, or copying to another device."""
 
@@ -188,11 +145,7 @@ def test_model_flops_utilization_only_where_the_peak_is_known():
     assert peak_flops("NVIDIA H200") == peak_flops("NVIDIA H100 80GB HBM3") == 989e12
     assert peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
     assert peak_flops("NVIDIA L40S") == 362e12
-    assert (peak_flops("Tesla T4"), peak_flops("NVIDIA A10G"), peak_flops("NVIDIA A10")) == (
-        65e12,
-        70e12,
-        125e12,
-    )
+    assert [peak_flops(name) for name in ("Tesla T4", "NVIDIA A10G", "NVIDIA A10")] == [65e12, 70e12, 125e12]
     assert (peak_flops("NVIDIA GH200 480GB"), peak_flops("NVIDIA H20")) == (989e12, 148e12)
     for unknown in (
         "NVIDIA GeForce RTX 4090 Laptop GPU",

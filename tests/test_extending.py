@@ -55,14 +55,8 @@ def test_the_page(tmp_path):
     (tmp_path / "mine.py").write_text(mine, encoding="utf-8")
 
     def run(*words: str) -> str:
-        done = subprocess.run(
-            [sys.executable, *words],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            encoding="utf-8",
-            timeout=600,
-        )
+        how = {"cwd": tmp_path, "capture_output": True, "text": True, "encoding": "utf-8", "timeout": 600}
+        done = subprocess.run([sys.executable, *words], **how)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -138,17 +132,8 @@ def test_a_kind_that_is_gone_is_refused_by_name(toy, tmp_path, capsys):
 )
 def test_every_kind_resumes_to_the_bit_in_every_placement(norm, toy, tmp_path):
     """Four layers with all eight placements, gains, biases, alphas and running statistics."""
-    argv = (
-        recipe(tmp_path),
-        "--norm",
-        norm,
-        "--placement",
-        EVERY_PLACEMENT,
-        "--force-placement",
-        "--n-layer",
-        4,
-    )
-    argv += ("--schedule", "constant", "--probe-interval", STEPS // 2)
+    argv = (recipe(tmp_path), "--norm", norm, "--placement", EVERY_PLACEMENT, "--force-placement")
+    argv += ("--n-layer", 4, "--schedule", "constant", "--probe-interval", STEPS // 2)
     assert train(*argv, "--run-name", "whole") == 0
     assert train(*argv, "--run-name", "tiny", "--max-iters", STEPS // 2) == 0
     assert train(*argv, "--run-name", "tiny", "--resume") == 0

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from convert_cases import LLAMA as OUR_LLAMA
 from safetensors.torch import load_file, save_file
 
 import train
@@ -69,42 +70,23 @@ THEIRS = {
         WIDE | NO_PAD | {"num_key_value_heads": 3, "tie_word_embeddings": True, "attention_bias": True},
     ),
 }
+OUR_GEMMA = OUR_LLAMA | {"mlp": "geglu", "gain": "zero_centred", "embed_scale": "sqrt_dim"}
 OURS = {
     "gpt2": {"bias": True},
     "gpt2 without biases, untied": {"bias": False, "tie_embeddings": False, "mlp": "gelu"},
-    "llama": {"norm": "rmsnorm", "pos": "rope", "mlp": "swiglu", "bias": False},
-    "llama grouped, biases, untied": {
-        **{
-            "norm": "rmsnorm",
-            "pos": "rope",
-            "mlp": "swiglu",
-            "bias": True,
-            "n_kv_head": 2,
-            "rope_theta": 1e5,
-        },
-        **{"tie_embeddings": False, "head_dim": 12, "norm_eps": 1e-4},
-    },
-    "qwen3": {"norm": "rmsnorm", "pos": "rope", "mlp": "swiglu", "bias": False, "qk_norm": "head"},
-    "qwen3 uneven heads, grouped, untied": {
-        **{"norm": "rmsnorm", "pos": "rope", "mlp": "swiglu", "bias": False, "qk_norm": "head"},
-        **{"n_embd": 30, "head_dim": 8, "n_kv_head": 1, "tie_embeddings": False, "mlp_hidden": 40},
-    },
-    "gemma": {
-        **{"norm": "rmsnorm", "pos": "rope", "mlp": "geglu", "bias": False, "gain": "zero_centred"},
-        **{"embed_scale": "sqrt_dim", "placement": "pre*4"},
-    },
-    "gemma grouped, untied": {
-        **{"norm": "rmsnorm", "pos": "rope", "mlp": "geglu", "bias": False, "gain": "zero_centred"},
-        **{"embed_scale": "sqrt_dim", "n_kv_head": 2, "head_dim": 6, "tie_embeddings": False},
-    },
-    "olmo2": {
-        **{"norm": "rmsnorm", "pos": "rope", "mlp": "swiglu", "bias": False, "qk_norm": "full"},
-        "placement": "attn:output mlp:output",
-    },
-    "olmo2 grouped, untied": {
-        **{"norm": "rmsnorm", "pos": "rope", "mlp": "swiglu", "bias": False, "qk_norm": "full"},
-        **{"placement": "output", "n_kv_head": 2, "tie_embeddings": False},
-    },
+    "llama": OUR_LLAMA,
+    "llama grouped, biases, untied": OUR_LLAMA
+    | {"bias": True, "n_kv_head": 2, "rope_theta": 1e5, "tie_embeddings": False}
+    | {"head_dim": 12, "norm_eps": 1e-4},
+    "qwen3": OUR_LLAMA | {"qk_norm": "head"},
+    "qwen3 uneven heads, grouped, untied": OUR_LLAMA
+    | {"qk_norm": "head", "n_embd": 30, "head_dim": 8, "n_kv_head": 1}
+    | {"tie_embeddings": False, "mlp_hidden": 40},
+    "gemma": OUR_GEMMA | {"placement": "pre*4"},
+    "gemma grouped, untied": OUR_GEMMA | {"n_kv_head": 2, "head_dim": 6, "tie_embeddings": False},
+    "olmo2": OUR_LLAMA | {"qk_norm": "full", "placement": "attn:output mlp:output"},
+    "olmo2 grouped, untied": OUR_LLAMA
+    | {"qk_norm": "full", "placement": "output", "n_kv_head": 2, "tie_embeddings": False},
 }
 SMALL = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 32, "vocab_size": 61}
 

@@ -79,21 +79,9 @@ LOOP = {"kernel": "backward", "bytes_per_element": 16, "barriers": 5, "copies": 
 
 def finding(**changes):
     case = aot.Case("pre", "rmsnorm", torch.float32, 768, 90)
-    clean = {
-        "case": case,
-        "kernel": "forward",
-        "registers": 32,
-        "shared": 0,
-        "spilled": 0,
-        "widths": {"x": {16}, "s": {8}},
-        "float64": 0,
-        "atomics": 0,
-        "bytes_per_element": 12,
-        "barriers": 0,
-        "copies": 0,
-        "programs": 512,
-        "warps": 4,
-    }
+    clean = dict.fromkeys(("shared", "spilled", "float64", "atomics", "barriers", "copies"), 0)
+    clean |= {"case": case, "kernel": "forward", "registers": 32, "widths": {"x": {16}, "s": {8}}}
+    clean |= {"bytes_per_element": 12, "programs": 512, "warps": 4}
     return aot.Finding(**(clean | changes))
 
 

@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 from test_model import assert_textbook, build, randomized, tokens_and_targets
-from tiny_runs import recipe, rows, train
 
 from model import NORMS, SCALES, ModelConfig, Norm
 
@@ -161,18 +160,3 @@ def test_what_makes_no_sense_is_refused(switches, says):
 
 def test_every_kind_of_norm_is_in_the_textbook_or_has_its_own_tests():
     assert NORMS.keys() == {"layernorm", "rmsnorm", "batchnorm", "dyt", "derf", "none"}
-
-
-def test_the_z_loss_is_trained_on_and_reported_apart(tmp_path):
-    """Two runs: the same first cross-entropy, and a smaller logsumexp of the logits where it is held down."""
-    argv = (recipe(tmp_path), "--log-interval", 1, "--dropout", 0, "--probe-interval", 0)
-    assert train(*argv, "--run-name", "plain") == 0
-    assert train(*argv, "--run-name", "held", "--z-loss", "10") == 0
-    plain, held = (rows(tmp_path / name) for name in ("plain", "held"))
-    assert "train/z_loss" not in plain[1]
-    assert held[1]["train/loss"] == pytest.approx(plain[1]["train/loss"], rel=1e-6)
-    assert held[0]["val/loss"] == plain[0]["val/loss"]
-    assert held[1]["train/z_loss"] == pytest.approx(10 * math.log(64) ** 2, rel=0.02)  # of logits near 0
-    assert held[-1]["train/z_loss"] < 0.8 * held[1]["train/z_loss"]
-    parts = sum(value**2 for key, value in held[-1].items() if key.startswith("grad_norm/"))
-    assert parts == pytest.approx(held[-1]["train/grad_norm"] ** 2, rel=1e-4)

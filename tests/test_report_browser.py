@@ -36,8 +36,7 @@ def four(tmp_path_factory) -> Path:
         rows = rows_of(3, 20)
         rows[-1]["val/loss"] = 2.51054 + i / 10
         write_run(folder / p, rows, placement=p, n_head=4, cut=p == "post", facts=FACTS)
-    main([str(folder), "-o", str(folder / "report.html")])
-    return folder / "report.html"
+    return report(folder)
 
 
 @pytest.fixture
@@ -51,16 +50,8 @@ def opened(browser):
         url = path if isinstance(path, str) else path.as_uri()
         faults: list[str] = []
         tab.on("pageerror", lambda e: faults.append(str(e)))
-        tab.on(
-            "console",
-            lambda m: (
-                faults.append(m.text) if m.type in ("error", "warning") and GONE not in m.text else None
-            ),
-        )
-        tab.on(
-            "request",
-            lambda r: None if r.url.startswith(url) or r.url.startswith("blob:") else faults.append(r.url),
-        )
+        tab.on("console", lambda m: faults.extend([m.text] * (m.type in BAD and GONE not in m.text)))
+        tab.on("request", lambda r: faults.extend([r.url] * (not r.url.startswith((url, "blob:")))))
         tab.goto(url)
         tab.wait_for_function("document.querySelectorAll('.js-plotly-plot').length > 0")
         tabs.append((tab, faults))
@@ -92,6 +83,17 @@ def trace(tab, chart: str, what: str, label: str = "pre") -> list:
     draw(tab, chart)
     ours = f"(t) => t.meta === '{label}' && t.mode !== 'markers' && !t.spread"
     return tab.evaluate(f"document.getElementById('{chart}').data.filter({ours}).pop().{what}")
+
+
+def of(tab, chart: str, what: str):
+    """Something of a chart, as JavaScript names it behind the chart's element."""
+    return tab.evaluate(f"document.getElementById('{chart}').{what}")
+
+
+def report(folder: Path) -> Path:
+    """The page of the runs in a folder."""
+    main([str(folder), "-o", str(folder / "report.html")])
+    return folder / "report.html"
 
 
 def texts(tab, selector: str) -> list[str]:
@@ -141,12 +143,8 @@ def test_chips_hide_show_and_isolate(opened, four):
     assert chip.nth(1).get_attribute("aria-pressed") == "false"
     found = lines(tab)
     assert (found["profile-residual_rms"], found["loss"]) == (3, 3)
-    assert tab.locator("#heats figure").evaluate_all("(all) => all.map((f) => f.hidden)") == [
-        False,
-        True,
-        False,
-        False,
-    ]
+    hidden = tab.locator("#heats figure").evaluate_all("(all) => all.map((f) => f.hidden)")
+    assert hidden == [False, True, False, False]
     chip.nth(2).dblclick()
     assert lines(tab)["profile-residual_rms"] == 1
     chip.nth(2).dblclick()
@@ -170,7 +168,7 @@ def test_sliders_and_choices(opened, four):
     assert trace(tab, "time-attn_logit_max", "y") == [0.5, 0.5, 0.5, 0.5, 8], "of the layer"
     tab.locator("#heat-quantity").select_option("angle_deg")
     draw(tab, "heat-0")
-    assert tab.evaluate("document.getElementById('heat-0').data[0].zmax") == 40
+    assert of(tab, "heat-0", "data[0].zmax") == 40
     assert tab.locator("#heat-high").inner_text() == "40"
     tab.emulate_media(color_scheme="dark")
     tab.wait_for_function("document.querySelector('#runs line').getAttribute('stroke') === '#4DA3E0'")
@@ -178,29 +176,23 @@ def test_sliders_and_choices(opened, four):
 
 def test_one_x_axis_for_the_page(opened, four):
     tab = opened(four)
-    for axis, last in (
-        ("tokens", 20 * 12 * 1024),
-        ("hours", 2000 / 1000 / 3600),
-        ("FLOPs", 6e3 * 20 * 12 * 1024),
-    ):
+    tokens = 20 * 12 * 1024
+    for axis, last in (("tokens", tokens), ("hours", 2000 / 1000 / 3600), ("FLOPs", 6e3 * tokens)):
         tab.locator("#axis").select_option(axis)
         for chart in ("loss", "curve-train_lr", "time-residual_rms"):
             assert trace(tab, chart, "x")[-1] == pytest.approx(last, rel=1e-4), chart
         draw(tab, "heat-0")
-        assert tab.evaluate("document.getElementById('heat-0').data[0].x.at(-1)") == pytest.approx(
-            last, rel=1e-4
-        )
+        assert of(tab, "heat-0", "data[0].x.at(-1)") == pytest.approx(last, rel=1e-4)
 
 
 def test_the_band_and_the_caption_name_the_layer_of_the_extreme(opened, four, tmp_path):
     rows = rows_of(3, 20)
     rows[2]["attn_entropy/layer_01"] = 1.07
-    main([str(write_run(tmp_path / "a", rows)), "-o", str(tmp_path / "a.html")])
-    tab = opened(tmp_path / "a.html")
-    low = "document.getElementById('time-attn_entropy').data[0]"
+    write_run(tmp_path / "a", rows)
+    tab = opened(report(tmp_path))
     draw(tab, "time-attn_entropy", "time-residual_rms")
-    assert tab.evaluate(f"{low}.y") == [5, 5, 1.07, 5, 5]
-    assert tab.evaluate(f"{low}.text")[2] == "layer_01"
+    assert of(tab, "time-attn_entropy", "data[0].y") == [5, 5, 1.07, 5, 5]
+    assert of(tab, "time-attn_entropy", "data[0].text[2]") == "layer_01"
     caption = tab.locator("figure", has=tab.locator("#time-attn_entropy")).locator(".extreme")
     assert caption.inner_text() == "least 1.07: a, layer_01, step 10"
     ours = [text for text in texts(tab, ".extreme") if text.startswith("largest 140")]
@@ -211,15 +203,11 @@ def test_reference_lines(opened, four):
     tab = opened(four)
     draw(tab, "loss", "curve-train_grad_norm", "time-attn_entropy", "profile-angle_deg")
 
-    def names(chart):
-        return tab.evaluate(
-            f"document.getElementById('{chart}').data.filter((t) => !t.meta).map((t) => t.name)"
-        )
-
-    assert names("loss") == ["unigram entropy 3"]
-    assert names("curve-train_grad_norm") == ["clip 1"]
-    assert names("time-attn_entropy") == ["ln T 6.931"]
-    assert names("profile-angle_deg") == ["90 90"]
+    names = "data.filter((t) => !t.meta).map((t) => t.name)"
+    assert of(tab, "loss", names) == ["unigram entropy 3"]
+    assert of(tab, "curve-train_grad_norm", names) == ["clip 1"]
+    assert of(tab, "time-attn_entropy", names) == ["ln T 6.931"]
+    assert of(tab, "profile-angle_deg", names) == ["90 90"]
 
 
 def test_hovering_lifts_a_run_and_reads_all_out_in_order(opened, four):
@@ -262,7 +250,7 @@ def test_a_zoom_is_kept_linked_and_undone(opened, four):
 
     def ranges(axis, *charts):
         draw(tab, *charts)
-        return [tab.evaluate(f"document.getElementById('{c}')._fullLayout.{axis}.range") for c in charts]
+        return [of(tab, chart, f"_fullLayout.{axis}.range") for chart in charts]
 
     first, *others = ranges("xaxis", "curve-train_grad_norm", "loss", "time-residual_rms", "heat-0")
     assert 4 < first[0] < 12 < first[1] < 20
@@ -281,7 +269,7 @@ def test_a_chart_is_enlarged_and_saved(opened, four):
     tab = opened(four)
     tab.get_by_role("button", name="enlarge Stream RMS").first.click()
     tab.wait_for_selector("#large .main-svg")
-    assert tab.evaluate("document.getElementById('large').clientHeight") > 500
+    assert of(tab, "large", "clientHeight") > 500
     assert tab.locator("#large .legendtext").all_text_contents() == ["output", "post", "pre", "sandwich"]
     for kind, begins in (("png", b"\x89PNG"), ("svg", b"<svg")):
         with tab.expect_download() as download:
@@ -298,34 +286,22 @@ def test_colours_by_a_setting_and_seeds_as_mean_and_band(opened, tmp_path):
         for seed in (1, 2, 3):
             rows = [row | {"train/loss": row["train/loss"] + seed / 10} for row in rows_of(3, 20)]
             write_run(tmp_path / f"{placement}{seed}", rows, placement=placement, run={"seed": seed})
-    main([str(tmp_path), "-o", str(tmp_path / "seeds.html")])
-    tab = opened(tmp_path / "seeds.html")
+    tab = opened(report(tmp_path))
     tab.locator("#colour").select_option("placement")
     tab.locator("#dash").select_option("seed")
-    strokes = tab.locator("#runs line").evaluate_all("(all) => all.map((l) => l.getAttribute('stroke'))")
-    assert (len(set(strokes)), len(set(strokes[:3]))) == (2, 1)
-    assert (
-        len(
-            set(
-                tab.locator("#runs line").evaluate_all(
-                    "(all) => all.map((l) => l.getAttribute('stroke-dasharray'))"
-                )
-            )
-        )
-        == 3
+    strokes, dashes = (
+        tab.locator("#runs line").evaluate_all(f"(all) => all.map((l) => l.getAttribute('{name}'))")
+        for name in ("stroke", "stroke-dasharray")
     )
+    assert (len(set(strokes)), len(set(strokes[:3])), len(set(dashes))) == (2, 1, 3)
     tab.get_by_role("button", name="placement pre").click()
     assert lines(tab)["loss"] == 3, "the name of a group is for all its runs"
     tab.locator("#seeds").check()
-    assert [text.split("\n")[0] for text in texts(tab, "#runs button[data-run]")] == [
-        "post1 (3 seeds)",
-        "pre1 (3 seeds)",
-    ]
+    labels = [text.split("\n")[0] for text in texts(tab, "#runs button[data-run]")]
+    assert labels == ["post1 (3 seeds)", "pre1 (3 seeds)"]
     draw(tab, "loss")
-    label = "pre1 (3 seeds)"
-    curves = tab.evaluate(
-        f"document.getElementById('loss').data.filter((t) => t.meta === '{label}').slice(0, 3).map((t) => t.y[0])"
-    )
+    ours = f"data.filter((t) => t.meta === '{labels[1]}')"
+    curves = of(tab, "loss", f"{ours}.slice(0, 3).map((t) => t.y[0])")
     assert curves == pytest.approx([5.6, 5.8, 5.7]), "least, largest, mean"
     assert lines(tab)["profile-residual_rms"] == 2
 
@@ -333,18 +309,13 @@ def test_colours_by_a_setting_and_seeds_as_mean_and_band(opened, tmp_path):
 def test_a_run_that_diverged_flattens_no_other(opened, tmp_path):
     wild = [row | {"train/loss": 5.5 if row["iter"] == 0 else 400.0} for row in rows_of(3, 20)[:3]]
     wild[-1] |= {key: 1e6 for key in wild[-1] if key.startswith("residual_rms/")}
-    report = ["step 11 diverged: the loss is not finite", "  where    layer_01.mlp"]
-    good, bad = (
-        write_run(tmp_path / "good"),
-        write_run(tmp_path / "bad", wild, facts={"state": "diverged", "report": report}),
-    )
-    main([str(good), str(bad), "-o", str(tmp_path / "d.html")])
-    tab = opened(tmp_path / "d.html")
+    told = ["step 11 diverged: the loss is not finite", "  where    layer_01.mlp"]
+    write_run(tmp_path / "a good one")
+    write_run(tmp_path / "bad", wild, facts={"state": "diverged", "report": told})
+    tab = opened(report(tmp_path))
     draw(tab, "loss")
-    assert tab.evaluate("document.getElementById('loss')._fullLayout.yaxis.range[1]") < 6
-    mark = tab.evaluate(
-        "document.getElementById('loss').data.filter((t) => t.marker && t.marker.symbol === 'x')"
-    )
+    assert of(tab, "loss", "_fullLayout.yaxis.range[1]") < 6
+    mark = of(tab, "loss", "data.filter((t) => t.marker && t.marker.symbol === 'x')")
     assert [(m["meta"], m["x"], m["text"]) for m in mark] == [("bad", [10], ["diverged at step 11"])]
     assert "bad: diverged at step 11" in tab.locator("#reports").inner_text()
     assert "where    layer_01.mlp" in tab.locator("#reports").inner_text()
@@ -353,59 +324,45 @@ def test_a_run_that_diverged_flattens_no_other(opened, tmp_path):
     assert texts(tab, "#table td:nth-child(2)") == ["done", "diverged at step 11"]
     tab.locator("#whole").check()
     draw(tab, "loss")
-    assert tab.evaluate("document.getElementById('loss')._fullLayout.yaxis.range[1]") > 400
+    assert of(tab, "loss", "_fullLayout.yaxis.range[1]") > 400
 
 
 def test_a_spike_of_one_row_is_seen_in_the_loss_and_in_the_heat_map(opened, tmp_path):
-    rows = [
-        {
-            "iter": i,
-            "train/loss": 2.0 + (i % 7) / 100,
-            "residual_rms/embed": 1.0,
-            "residual_rms/layer_00.mlp": 2.0,
-        }
-        for i in range(20_000)
-    ]
+    stream = {"residual_rms/embed": 1.0, "residual_rms/layer_00.mlp": 2.0}
+    rows = [{"iter": i, "train/loss": 2.0 + (i % 7) / 100} | stream for i in range(20_000)]
     rows[12_345] |= {"train/loss": 9.0, "residual_rms/embed": 40.0, "spike": 1}
-    main([str(write_run(tmp_path / "a", rows, n_layer=1)), "-o", str(tmp_path / "s.html")])
-    tab = opened(tmp_path / "s.html")
+    write_run(tmp_path / "a", rows, n_layer=1)
+    tab = opened(report(tmp_path))
     draw(tab, "loss", "heat-0")
-    loss = tab.evaluate("document.getElementById('loss').data[0]")
+    loss = of(tab, "loss", "data[0]")
     assert dict(zip(loss["x"], loss["y"], strict=True))[12_345] == 9.0
-    high = tab.evaluate("document.getElementById('loss')._fullLayout.yaxis.range[1]")
-    arrow = tab.evaluate(
-        "document.getElementById('loss').data.find((t) => t.marker && t.marker.symbol === 'triangle-up')"
-    )
+    high = of(tab, "loss", "_fullLayout.yaxis.range[1]")
+    arrow = of(tab, "loss", "data.find((t) => t.marker && t.marker.symbol === 'triangle-up')")
     assert (arrow["x"], arrow["text"]) == ([12_345], ["loss 9 at step 12,345"])
     assert arrow["y"][0] <= high < 3, "the range is that of the other rows"
-    star = tab.evaluate(
-        "document.getElementById('loss').data.find((t) => t.marker && t.marker.symbol === 'star').text"
-    )
+    star = of(tab, "loss", "data.find((t) => t.marker && t.marker.symbol === 'star').text")
     assert star == ["spike: loss 9 at step 12,345"]
-    heat = tab.evaluate("document.getElementById('heat-0').data[0].customdata[0]")
-    assert max(heat) == 40.0
+    assert max(of(tab, "heat-0", "data[0].customdata[0]")) == 40.0
     assert "20,000 rows" in tab.locator("#axis-hint").inner_text()
 
 
 def test_long_lines_have_no_markers_and_are_smoothed(opened, tmp_path):
     rows = [{"iter": i, "train/loss": 2.0 + i % 2, "val/loss": 2.0} for i in range(200)]
-    main([str(write_run(tmp_path / "a", rows, n_layer=1)), "-o", str(tmp_path / "s.html")])
-    tab = opened(tmp_path / "s.html")
-    modes = "document.getElementById('loss').data.map((t) => t.mode).filter((m) => m !== 'markers')"
-    assert set(tab.evaluate(modes)) == {"lines"}
-    last = "document.getElementById('loss').data[1].y.slice(-2)"
-    assert all(2.3 < y < 2.7 for y in tab.evaluate(last))
+    write_run(tmp_path / "a", rows, n_layer=1)
+    tab = opened(report(tmp_path))
+    modes = "data.map((t) => t.mode).filter((m) => m !== 'markers')"
+    assert set(of(tab, "loss", modes)) == {"lines"}
+    assert all(2.3 < y < 2.7 for y in of(tab, "loss", "data[1].y.slice(-2)"))
     tab.locator("#smooth").fill("0")
     draw(tab, "loss")
-    assert tab.evaluate("document.getElementById('loss').data[0].y.slice(-2)") == [2, 3]
+    assert of(tab, "loss", "data[0].y.slice(-2)") == [2, 3]
 
 
 def test_twenty_deep_runs(opened, tmp_path):
     rows = rows_of(96, 20)
     for i in range(20):
         write_run(tmp_path / f"run_{i:02d}", rows, n_layer=96)
-    main([str(tmp_path), "-o", str(tmp_path / "report.html")])
-    tab = opened(tmp_path / "report.html", 390)
+    tab = opened(report(tmp_path), 390)
     assert 0 < tab.locator(".js-plotly-plot").count() < 10, "only what is in view"
     found = lines(tab)
     assert found["loss"] == 20
@@ -417,8 +374,7 @@ def test_names_of_folders_are_text_and_nothing_else(opened, tmp_path):
     names = ["<!--<script>", "<title>&amp;", "[[script]] $&", "__proto__", "a (2 seeds)", "x" * 200]
     for name in names:
         write_run(tmp_path / name)
-    main([str(tmp_path), "-o", str(tmp_path / "report.html")])
-    tab = opened(tmp_path / "report.html")
+    tab = opened(report(tmp_path))
     assert set(lines(tab).values()) == {1, len(names)}, "a heat map of each, all others of all"
     assert set(texts(tab, "#table td:first-child")) == set(names)
     assert tab.title() == f"nanonorm: {' · '.join(sorted(names)[:3])} …"

@@ -308,20 +308,3 @@ def test_an_overwrite_that_fails_leaves_the_run_as_it_was(tmp_path, capsys, monk
     assert {p: p.read_bytes() for p in (tmp_path / "tiny").rglob("*") if p.is_file()} == before
     assert train(*argv, "--overwrite", "--max-iters", "14") == 0
     assert [p.name for p in (tmp_path / "tiny").iterdir() if p.name.startswith(".o")] == []
-
-
-def test_a_run_resumes_whose_post_norms_have_their_old_names(tmp_path):
-    """N_post was called next_norm; weights and moments alike."""
-    argv = (recipe(tmp_path), "--placement", "post", "--schedule", "constant", "--probe-interval", STEPS // 2)
-    assert train(*argv, "--run-name", "whole") == 0
-    assert train(*argv, "--max-iters", STEPS // 2) == 0
-    found = checkpoint.newest(tmp_path / "tiny")
-    (weights, about), state = checkpoint.read_model(found.path), checkpoint.load_trainer(found)
-    old, state.optimizer = (
-        {name.replace("post_norm", "next_norm"): value for name, value in named.items()}
-        for named in (weights, state.optimizer)
-    )
-    assert "joins.0.next_norm.weight" in old
-    checkpoint.write(found.path, old, about, state, found.val_loss)
-    assert train(*argv, "--resume") == 0
-    assert_same_end(tmp_path / "tiny", tmp_path / "whole")

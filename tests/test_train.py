@@ -1,6 +1,5 @@
 """train.py as a user runs it: what it leaves behind, and what it says to a mistake."""
 
-import json
 import math
 import os
 import re
@@ -95,33 +94,6 @@ def test_a_run_learns_and_says_so(run):
     assert "to be" in printed.partition("a sample:")[2]
     assert f"python -m tools.sample {folder}" in printed
     assert f"{load_model(folder).n_params():,} parameters" in printed
-
-
-def test_metrics_rows_are_regular(run):
-    rows = read_metrics(run[0] / "metrics.jsonl")
-    assert [r["iter"] for r in rows] == [0, 1, 20, 40, 60, 80, 100, 120]
-    assert [r["tokens"] for r in rows] == [r["iter"] * 8 * 32 for r in rows]
-    assert [r["iter"] for r in rows if "val/loss" in r] == [0, 40, 80, 120]
-    depths = ["embed", "layer_00.attn", "layer_00.mlp", "layer_01.attn", "layer_01.mlp"]
-    for row in rows[1:]:
-        assert {f"residual_rms/{d}" for d in depths} <= row.keys()
-        assert row["train/lr"] > 0
-        parts = [v for k, v in row.items() if k.startswith("grad_norm/")]
-        assert math.hypot(*parts) == pytest.approx(row["train/grad_norm"], rel=1e-5)
-
-
-def test_wandb_holds_the_same_numbers(run):
-    folder = run[0]
-    leet = Path(sys.executable).parent / "wandb"
-    shown = subprocess.run(
-        [leet, "leet", "inspect", "--json", folder / "wandb"], capture_output=True, text=True
-    )
-    history = [json.loads(line) for line in shown.stdout.splitlines() if '"type":"history"' in line]
-    rows = read_metrics(folder / "metrics.jsonl")
-    assert len(history) == len(rows)
-    text = shown.stdout
-    for key in rows[-1].keys() - {"iter"}:
-        assert text.count(f'"{key}"') >= sum(key in row for row in rows)
 
 
 def test_the_resolved_configuration_is_saved_and_repeats_the_run(run, place, capsys):
@@ -286,10 +258,6 @@ def test_sampling_is_seeded_and_knows_the_corpus(run, capsys):
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ("--nrom rmsnorm", "unknown flag --nrom (did you mean --norm?)"),
-        ("--n-head 5", "n_embd 32 does not divide into n_head 5 heads"),
-        ("--pos rope --head-dim 3", "needs an even head_dim"),
-        ("--warmup-iters 120", "warmup_iters 120 is not shorter than max_iters 120"),
         ("--block-size 100000", "a context of 100,000 tokens is longer than the training data"),
         ("--micro-batch-size 3", "batch_size 8 does not divide among one process of micro_batch_size 3"),
         ("--vocab-size 5", "--vocab-size"),
@@ -316,16 +284,6 @@ def test_no_arguments_name_a_recipe_and_exit_with_2():
     assert done.stderr.count("\n") == 1
 
 
-def test_truncated_tokens_are_refused(place, tmp_path):
-    broken = tmp_path / "broken"
-    broken.mkdir()
-    for file in (place / "bard").iterdir():
-        (broken / file.name).write_bytes(file.read_bytes())
-    (broken / "train.bin").write_bytes((broken / "train.bin").read_bytes()[:-7])
-    with pytest.raises(UserError, match=r"train\.bin"):
-        train.main([str(place / "tiny.toml"), "--dataset", str(broken), "--run-name", "bad"])
-
-
 def test_nanogpt_tokens_need_a_vocabulary_and_their_range_is_checked(tmp_path, place):
     rng = np.random.default_rng(0)
     for split in ("train", "val"):
@@ -347,11 +305,9 @@ def trainer(place, *flags) -> Trainer:
     return Trainer(config, Runtime(torch.device("cpu")), open_dataset(config.data.dataset))
 
 
-@pytest.mark.parametrize("placement", ["pre", "post", "output", "sandwich"])
-def test_accumulation_changes_nothing(place, placement):
+def test_accumulation_changes_nothing(place):
     """The same losses, gradient norms and residual RMS, however the batch is cut."""
-    whole = trainer(place, "--placement", placement, "--micro-batch-size", "8")
-    parts = trainer(place, "--placement", placement, "--micro-batch-size", "2")
+    whole, parts = (trainer(place, "--micro-batch-size", size) for size in ("8", "2"))
     for i in range(4):
         a, b = (fetch(t.step(i, True)) for t in (whole, parts))
         assert a.keys() == b.keys()
@@ -410,10 +366,3 @@ def test_validation_is_a_token_mean_that_disturbs_nothing(place):
             count += (targets != -1).sum().item()
     assert count <= 512
     assert loss == pytest.approx(total / count, rel=1e-6)
-
-
-def test_dropout_of_a_step_depends_on_the_step_alone(place):
-    a, b = (trainer(place, "--dropout", "0.3") for _ in range(2))
-    torch.manual_seed(99)
-    assert a.step(0, True)["train/loss"] == b.step(0, True)["train/loss"]
-    assert a.step(1, True)["train/loss"] == b.step(1, True)["train/loss"]
