@@ -102,7 +102,7 @@ def tests(*chosen: str) -> Callable[[Options], Iterator[Check]]:
         workers = (
             ["-n", "8"] if subprocess.run([sys.executable, "-c", "import xdist"]).returncode == 0 else []
         )
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *workers, *chosen]
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *workers, *chosen]
         last = ""
         with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
             for line in process.stdout:
@@ -256,15 +256,12 @@ def sweep(asked: Options) -> Iterator[Check]:
         yield at_most(f"D {D}: as chosen over the best, {best}", chosen / times[best], 1.05)
 
 
-KERNEL_TESTS = sorted(
-    str(file) for file in (ROOT / "tests").glob("test_kernels*.py") if "aot" not in file.stem
-)
 STAGES = {
     "machine": Stage(machine, 60, needs_cuda=False),
     "kernels": Stage(
-        tests("tests/test_kernels.py", "tests/test_kernels_accuracy.py", "tests/test_kernels_ops.py"), 180
+        tests("tests/test_kernels.py", "tests/test_kernels_accuracy.py", "tests/test_kernels_ops.py"), 240
     ),
-    "gpu_tests": Stage(tests("-m", "gpu"), 120),
+    "gpu_tests": Stage(tests("-m", "gpu"), 240),
     "bench": Stage(bench, 240),
     "speed": Stage(speed, 300),
     "equal_losses": Stage(equal_losses, 150),
