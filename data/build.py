@@ -28,7 +28,6 @@ from data.tokenizer import (
     tokenizer_meta,
 )
 
-MAX_WORKERS = 1024
 # What a data set is, and --overwrite replaces.
 WRITTEN = ("train.bin", "val.bin", "meta.json", TOKENIZER_JSON)
 TASK_CHARS = 2**18  # what a thread tokenizes at a time; bounds memory, together with the number of threads
@@ -46,13 +45,6 @@ class Amounts:
     val_fraction: float = 0.1
     val_tokens: int | None = None
     max_tokens: int | None = None
-
-    def __post_init__(self):
-        if not 0 < self.val_fraction < 1:
-            raise UserError(f"--val-fraction must lie between 0 and 1, not {self.val_fraction}")
-        for flag, value in (("--val-tokens", self.val_tokens), ("--max-tokens", self.max_tokens)):
-            if value is not None and value < 2:
-                raise UserError(f"{flag} must be at least 2, not {value}")
 
 
 def ensure_prepared(name: str, root: Path = DATA_ROOT) -> None:
@@ -79,8 +71,6 @@ def prepare(
     Raises UserError for anything in the way, and leaves nothing behind then.
     """
     encoding = tokenizer_meta(tokenizer)
-    if not 0 <= workers <= MAX_WORKERS:
-        raise UserError(f"--workers must lie between 0 and {MAX_WORKERS}, not {workers}")
     workers = workers or os.cpu_count() or 1
     target = root / _checked_name(name)
     with atomic_folder(target, replace=True, wait=True) as folder:

@@ -10,7 +10,9 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from base.cli import STRICT, UserError, run
@@ -19,15 +21,17 @@ from data.build import Amounts, prepare
 from data.dataset import DATA_ROOT
 from data.sources import HuggingFace, StandardLibrary, TextFiles, find_files
 
+Tokens = Annotated[int, Field(ge=2)]
+
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Common:
     tokenizer: str = "byte"
     """byte (no download), char (one id per character of the text), gpt2, another of tiktoken's encodings, or the
     path of a Hugging Face tokenizer.json."""
-    val_fraction: float = 0.1
+    val_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
     """Share kept for validation. A single text file gives its end; several documents are dealt out whole."""
-    workers: int = 0
+    workers: Annotated[int, Field(ge=0, le=1024)] = 0
     """Threads that tokenize; they do not change the result. 0: one per CPU."""
     data_dir: Path = DATA_ROOT
     """Where the folder of the data set goes."""
@@ -71,9 +75,9 @@ class Hf(Common):
     """Which of the data set's splits is read; training and validation are both made from it."""
     column: str = "text"
     """Which column holds the text."""
-    max_tokens: int | None = None
+    max_tokens: Tokens | None = None
     """Stop after this many tokens, training and validation together."""
-    val_tokens: int | None = None
+    val_tokens: Tokens | None = None
     """Stop giving documents to validation when it has this many tokens."""
 
 

@@ -106,8 +106,7 @@ def test_one_command_prints_one_line(tmp_path, checkout, capsys):
     ("flags", "says"),
     [
         ((), "model.py does not exist"),
-        (("--rounds", "1"), "quartiles want at least 2"),
-        (("--steps", "0"), "--steps is 0; a turn wants at least 1"),
+        (("--rounds", "1"), "--rounds is 1; it must be at least 2"),
         (("--random-tokens", "--", "--vocab-size", "0"), "--random-tokens wants a vocabulary"),
         (("--", "--batch-size", "3", "--micro-batch-size", "2"), "batch_size 3 does not divide"),
     ],

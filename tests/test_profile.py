@@ -242,8 +242,8 @@ def test_each_act_is_reached_by_its_name(recipe, act, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (("--rounds", "1"), "--rounds is 1; quartiles want at least 2"),
-        (("logging", "--rounds", "1"), "--rounds is 1; quartiles want at least 2"),
+        (("--rounds", "1"), "--rounds is 1; it must be at least 2"),
+        (("logging", "--rounds", "1"), "--rounds is 1; it must be at least 2"),
         (("--picture", "p.jpg"), "--picture wants a .png or an .svg, not '.jpg'"),
         (
             ("--picture", "/nonexistent/x.png"),

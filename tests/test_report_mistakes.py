@@ -56,7 +56,7 @@ def recipe(folder: Path, text: str) -> Path:
         ),
         (lambda f: [f / "pre", "-o", str(f)], "is a folder; name a file"),
         (lambda f: [f / "pre", "--png", str(f), "--text"], "--png and --text exclude each other"),
-        (lambda f: [f / "pre", "--watch", "--port", "70000"], "port is 70000; it must be from 0 to 65535"),
+        (lambda f: [f / "pre", "--watch", "--port", "70000"], "--port is 70000; it must be below 65536"),
         (lambda f: [f / "pre", "-o", str(f / "pre" / "config.toml" / "r.html")], "cannot be written: "),
         (lambda f: [f / "pre", "--png", str(f / "pre" / "config.toml" / "png")], "cannot be written: "),
     ],

@@ -33,14 +33,14 @@ import numpy as np
 import torch
 from pydantic.dataclasses import dataclass
 
-from base.cli import STRICT, UserError, require, run
+from base.cli import STRICT, Count, UserError, run
 from base.flags import Positional, options
 from base.timing import in_turn, relative
 from configs import Config, load_config, replace
 from data import open_dataset
 from data.batches import TrainBatches
 from model import GPT
-from tools.profile.steps import WARM_UP, Steps, apart, check_rounds, steps_of
+from tools.profile.steps import WARM_UP, Rounds, Steps, apart, steps_of
 from training.clock import flops_per_token, peak_flops
 from training.parallel import Runtime
 from training.setup import accumulation, check_division, choose_device, open_data
@@ -59,16 +59,12 @@ class Options:
     """A recipe, as for train.py."""
     nanogpt: str
     """Folder of a nanoGPT checkout."""
-    rounds: int = 7
+    rounds: Rounds = 7
     """How often the two take turns."""
-    steps: int = 5
+    steps: Count = 5
     """Optimizer steps of a turn."""
     random_tokens: bool = False
     """Train on random tokens, without a data set."""
-
-    def __post_init__(self):
-        check_rounds(self.rounds)
-        require(self.steps >= 1, f"--steps is {self.steps}; a turn wants at least 1")
 
 
 def load_nanogpt(folder: str) -> ModuleType:

@@ -20,7 +20,7 @@ import pydantic.dataclasses
 import torch
 import torch.nn.functional as F
 
-from base.cli import STRICT, UserError, require, run
+from base.cli import STRICT, Count, UserError, run
 from base.flags import Positional, options
 from data.batches import EvalWindows
 from data.dataset import Dataset, open_dataset
@@ -44,9 +44,9 @@ class Options:
     """The name of a data set, or a folder of token files."""
     split: Literal["val", "train"] = "val"
     """Which part of it."""
-    eval_tokens: int = 100_000
+    eval_tokens: Count = 100_000
     """Tokens to predict, in windows spread evenly over the part; as many as train.py's val/loss, if not given."""
-    context: int | None = None
+    context: Count | None = None
     """Tokens of a window; each model's block_size if not given."""
     checkpoint: Literal["latest", "best"] = "latest"
     """Which checkpoint of a run."""
@@ -54,12 +54,6 @@ class Options:
     """auto takes cuda, else mps, else cpu."""
     json: bool = False
     """Print JSON, with every number in full."""
-
-    def __post_init__(self):
-        for name in ("eval_tokens", "context"):
-            value = getattr(self, name)
-            flag = name.replace("_", "-")
-            require(value is None or value >= 1, f"--{flag} is {value}; it must be at least 1")
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,12 @@ python -m tools.sample out/quickstart --prompt "def " --temperature 0.8 --top-k 
 """
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from base.cli import STRICT, require, run
+from base.cli import STRICT, Count, require, run
 from base.flags import Positional, options
 from data import load_tokenizer
 from training.checkpoint import find, load_model, read_about
@@ -25,15 +26,15 @@ class Options:
     """A run, a checkpoint or a converted model."""
     prompt: str = ""
     """Text to continue; a new document if empty."""
-    tokens: int = 300
+    tokens: Count = 300
     """How many tokens to add."""
-    samples: int = 1
+    samples: Count = 1
     """How many continuations."""
-    temperature: float = 0.8
+    temperature: Annotated[float, Field(ge=0)] = 0.8
     """Divides the logits; 0 always takes the most likely token."""
-    top_k: int = 50
+    top_k: Annotated[int, Field(ge=0)] = 50
     """Draw from the k most likely tokens only; 0 draws from all."""
-    seed: int = 1
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 1
     """The same seed gives the same text."""
     checkpoint: Literal["latest", "best"] = "latest"
     """Which checkpoint of a run."""
@@ -41,11 +42,6 @@ class Options:
     """auto takes cuda, else mps, else cpu."""
 
     def __post_init__(self):
-        for name in ("tokens", "samples"):
-            require(getattr(self, name) >= 1, f"--{name} is {getattr(self, name)}; it must be at least 1")
-        require(self.temperature >= 0, f"--temperature is {self.temperature}; it must not be below 0")
-        require(self.top_k >= 0, f"--top-k is {self.top_k}; it must not be below 0")
-        require(0 <= self.seed < 2**63, f"--seed is {self.seed}; it must be from 0 to 2^63 - 1")
         lone = any("\ud800" <= character <= "\udfff" for character in self.prompt)
         require(not lone, "--prompt holds bytes that are no UTF-8")
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from pydantic.dataclasses import dataclass
 
-from base.cli import STRICT, UserError, run
+from base.cli import STRICT, Count, UserError, run
 from base.flags import options
 from tools.claims import experiments, page
 from tools.claims.page import EXPERIMENTS, NUMBERS, Outcome, as_text, check_claim, judge_experiment, record_of
@@ -29,14 +29,12 @@ class Options:
     """The numbers of the claims to check, as in 7,13."""
     write: bool = False
     """Write docs/claims.md, of all claims, and record what experiments measure."""
-    jobs: int = 2
+    jobs: Count = 2
     """Processes that train at once."""
 
 
 def selected(asked: Options) -> list[int]:
     """The claims that were asked for. Raises UserError for what cannot be done."""
-    if asked.jobs < 1:
-        raise UserError(f"--jobs is {asked.jobs}; it must be at least 1")
     if asked.write and not importlib.util.find_spec("matplotlib"):
         raise UserError('--write draws with matplotlib, which is missing; pip install -e ".[report]"')
     words = [word.strip() for word in asked.only.split(",")] if asked.only else []

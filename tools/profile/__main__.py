@@ -38,7 +38,7 @@ class Measurement:
 class Step(Measurement):
     """Where the time of a step goes, by class of operator (also without this word)."""
 
-    rounds: int = 10
+    rounds: steps.Rounds = 10
     """Steps of each kind that are measured."""
     compiled: bool = True
     """Also compile the model, which takes a minute or two."""
@@ -46,7 +46,6 @@ class Step(Measurement):
     """File for the picture of the classes (.png or .svg)."""
 
     def __post_init__(self):
-        steps.check_rounds(self.rounds)
         kind = Path(self.picture).suffix
         wanted = not self.picture or kind in (".png", ".svg")
         require(wanted, f"--picture wants a .png or an .svg, not {kind!r}")
@@ -56,22 +55,16 @@ class Step(Measurement):
 class Switches(Measurement):
     """The speed of every norm, placement and other choice of the model relative to pre LayerNorm."""
 
-    rounds: int = 10
+    rounds: steps.Rounds = 10
     """Steps of each setting that are measured."""
-
-    def __post_init__(self):
-        steps.check_rounds(self.rounds)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Logging(Measurement):
     """What logging costs."""
 
-    rounds: int | None = None
+    rounds: steps.Rounds | None = None
     """Logged steps that are measured; as many as two minutes hold if not given."""
-
-    def __post_init__(self):
-        steps.check_rounds(self.rounds or 2)
 
 
 def measure(act: Step | Switches | Logging, config: Config) -> tuple[dict[str, Any], str]:

@@ -3,11 +3,11 @@
 import itertools
 import statistics
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 
-from base.cli import UserError
 from base.flags import flags_from
 from base.timing import in_turn, relative, seconds
 from configs import Config, replace
@@ -16,6 +16,7 @@ from model import PLACEMENTS, SCALES, ModelConfig
 from training.setup import open_data, start
 from training.trainer import Trainer
 
+Rounds = Annotated[int, Field(ge=2)]  # of which there are quartiles
 WARM_UP = 3  # steps before those that count
 MATRIX = {
     "cpu": 1024,
@@ -120,11 +121,6 @@ def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
             a @ a
 
     return PRODUCTS * 2 * size**3 / min(seconds(products, wait) for _ in range(8))
-
-
-def check_rounds(rounds: int) -> None:
-    if rounds < 2:
-        raise UserError(f"--rounds is {rounds}; quartiles want at least 2")
 
 
 def apart(argv: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from base.cli import STRICT, require, run
@@ -38,7 +39,7 @@ class Options:
     """Show the page in a browser."""
     watch: bool = False
     """Serve the page to this machine's browsers and refresh it as rows come, until Ctrl-C."""
-    port: int = 0
+    port: Annotated[int, Field(ge=0, lt=2**16)] = 0
     """Of --watch; 0 takes a free one."""
     png: str = ""
     """Write overview.png into this folder instead of a page."""
@@ -50,7 +51,6 @@ class Options:
     def __post_init__(self):
         chosen = [f"--{name}" for name in ("watch", "png", "text", "csv") if getattr(self, name)]
         require(len(chosen) < 2, f"{' and '.join(chosen)} exclude each other")
-        require(0 <= self.port < 2**16, f"port is {self.port}; it must be from 0 to 65535")
 
 
 def main(argv: Sequence[str]) -> None:

@@ -21,10 +21,12 @@ import importlib.util
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from base.cli import STRICT, UserError, require, run
+from base.cli import STRICT, UserError, run
 from base.flags import Positional, options
 from data import ensure_prepared
 from tools.study import results
@@ -37,7 +39,7 @@ class Options:
 
     recipe: Positional[str]
     """A recipe with a table [grid]."""
-    jobs: int = 0
+    jobs: Annotated[int, Field(ge=0)] = 0
     """Runs at once; 0 takes the number of cores."""
     out: str = ""
     """Folder of the runs; out/NAME if not given."""
@@ -45,9 +47,6 @@ class Options:
     """Folder of the results, NAME.json, NAME.md and NAME.png; out/NAME if not given."""
     cell: str = ""
     """Repeat this one cell and compare."""
-
-    def __post_init__(self):
-        require(self.jobs >= 0, f"--jobs is {self.jobs}; it must not be below 0")
 
 
 def repeat(study: Study, name: str) -> None:
