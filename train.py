@@ -242,8 +242,12 @@ def describe(trainer: Trainer, dataset: Dataset, tell) -> None:
     if any("post" in PLACEMENTS[name] for name in model.placements) and not optim.warmup_iters:
         tell("warning: post-norm without a warm-up often fails to train; --warmup-iters gives it one")
     if optim.norm_decay:
-        pulled = "1" if model.gain == "zero_centred" else "0; with --gain zero_centred it pulls them to 1"
-        tell(f"warning: norm_decay pulls all gains to {pulled}")
+        effect = {
+            "one": "pulls all gains to 0; with --gain zero_centred it pulls them to 1",
+            "zero_centred": "pulls all gains to 1",
+            "none": "does nothing, as no norm has a gain",
+        }[model.gain if NORMS[model.norm].has_gain else "none"]
+        tell(f"warning: norm_decay {effect}")
     if model.norm == "batchnorm":
         tell(
             "warning: batchnorm leaks: in training, every prediction sees later tokens and other sequences through the "

@@ -223,6 +223,21 @@ def test_post_norm_without_warm_up_is_warned_of(place, capsys):
     assert "warning" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("", "pulls all gains to 0; with --gain zero_centred"),
+        ("--gain zero_centred", "pulls all gains to 1"),
+        ("--gain none", "does nothing, as no norm has a gain"),
+        ("--norm none", "does nothing, as no norm has a gain"),
+    ],
+)
+def test_what_norm_decay_does_is_told(place, capsys, flags, says):
+    argv = [str(place / "tiny.toml"), "--max-iters", "1", "--warmup-iters", "0", "--wandb", "disabled"]
+    train.main([*argv, "--overwrite", "--norm-decay", "0.1", *flags.split()])
+    assert f"warning: norm_decay {says}" in capsys.readouterr().out
+
+
 def test_only_one_process_of_a_machine_reads_foreign_tokens_through(place, monkeypatch):
     config = load_config([str(place / "tiny.toml"), "--vocab-size", "5"])  # fewer than the data holds
     dataset = open_dataset(config.data.dataset)

@@ -101,7 +101,7 @@ def tests(*chosen: str) -> Callable[[Options], Iterator[Check]]:
 
     def find(asked: Options) -> Iterator[Check]:
         workers = ["-n", "8"] if importlib.util.find_spec("xdist") else []
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *workers, *chosen]
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *workers, *chosen]
         last = ""
         with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
             for line in process.stdout:
@@ -258,9 +258,9 @@ def sweep(asked: Options) -> Iterator[Check]:
 STAGES = {
     "machine": Stage(machine, 60, needs_cuda=False),
     "kernels": Stage(
-        tests("tests/test_kernels.py", "tests/test_kernels_accuracy.py", "tests/test_kernels_ops.py"), 180
+        tests("tests/test_kernels.py", "tests/test_kernels_accuracy.py", "tests/test_kernels_ops.py"), 240
     ),
-    "gpu_tests": Stage(tests("-m", "gpu"), 120),
+    "gpu_tests": Stage(tests("-m", "gpu"), 240),
     "bench": Stage(bench, 240),
     "speed": Stage(speed, 300),
     "equal_losses": Stage(equal_losses, 150),
