@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from base.files import atomic_file
 from configs import Config
 from training.metrics import parse
 
@@ -43,13 +44,10 @@ def cut_after(path: Path, step: int) -> None:
     if kept == lines[: len(kept)]:
         os.truncate(path, sum(map(len, kept)))
         return
-    new, old = path.with_suffix(".new"), path.with_suffix(".damaged.jsonl")
+    old = path.with_suffix(".damaged.jsonl")
     shutil.copyfile(path, old)
-    with new.open("wb") as f:
-        f.write(b"".join(kept))
-        f.flush()
-        os.fsync(f.fileno())
-    new.replace(path)
+    with atomic_file(path) as file:
+        file.write_bytes(b"".join(kept))
     print(f"{path} had damaged lines, which are left out now; {old} is the file as it was", file=sys.stderr)
 
 
