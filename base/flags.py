@@ -76,7 +76,8 @@ class Flag:
         """The values that a type allows by name; none where it is open."""
         if typing.get_origin(unannotated(kind)) is Literal:
             return typing.get_args(unannotated(kind))
-        checks = [m.func for m in (*self.metadata, *metadata_of(kind)) if isinstance(m, AfterValidator)]
+        metadata = (*self.metadata, *getattr(kind, "__metadata__", ()))
+        checks = [m.func for m in metadata if isinstance(m, AfterValidator)]
         return [name for check in checks if isinstance(check, OneOf) for name in check.names]
 
     def word(self, kind: Any) -> str:
@@ -131,10 +132,6 @@ def description(cls: type, name: str) -> str:
 
 def unannotated(kind: Any) -> Any:
     return typing.get_args(kind)[0] if typing.get_origin(kind) is Annotated else kind
-
-
-def metadata_of(kind: Any) -> tuple:
-    return kind.__metadata__ if typing.get_origin(kind) is Annotated else ()
 
 
 def is_union(annotation: Any) -> bool:

@@ -88,7 +88,8 @@ class Probe:
     def by_name(self, means: dict[str, Tensor], largest: dict[str, Tensor]) -> dict[str, Tensor]:
         """The metrics that the parts make together."""
         n_layer = self.model.config.n_layer
-        branches, depths, layers = branch_names(n_layer), depth_names(n_layer), layer_names(n_layer)
+        branches, depths = branch_names(n_layer), depth_names(n_layer)
+        layers = [f"layer_{i:02d}" for i in range(n_layer)]
         metrics = named("branch_rms", branches, means["added"].sqrt())
         metrics |= named("angle_deg", branches, means["angle"])
         metrics |= named("stream_grad_rms", depths, means["gradient"].sqrt())
@@ -106,10 +107,6 @@ class Probe:
 def squashing(layers: dict[str, Norm]) -> list[str]:
     """The names of norms that squash instead of measuring: dyt, derf."""
     return [name for name, norm in layers.items() if hasattr(norm, "alpha")]
-
-
-def layer_names(n_layer: int) -> list[str]:
-    return [f"layer_{i:02d}" for i in range(n_layer)]
 
 
 @contextlib.contextmanager
